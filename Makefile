@@ -1,0 +1,42 @@
+# Every target sets itself up: `make demo` and `make test` are all a newcomer needs.
+PY := .venv/bin/python
+VIEW := build/view/forebay
+PACKAGES := core tiers stager checkpointd loaders api benchmarks
+
+.PHONY: setup demo test lint types bench faults clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	test -x $(PY) || python3 -m venv .venv
+	$(PY) -m pip install --quiet --constraint constraints.txt setuptools wheel
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+# mypy and import-linter look at files, so they see the namespace through links.
+$(VIEW): .venv/.ready
+	mkdir -p $@
+	for p in $(PACKAGES); do ln -sfn ../../../$$p $@/$$p; done
+
+demo: setup
+	.venv/bin/forebay demo
+
+test: setup
+	$(PY) -m pytest
+
+lint: setup types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	PYTHONPATH=build/view .venv/bin/lint-imports --no-cache
+
+types: setup $(VIEW)
+	cd build/view && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p forebay
+
+bench: setup
+	for b in checkpoint loader staging; do .venv/bin/forebay bench $$b --json build/bench-$$b.json || exit 1; done
+
+faults: setup
+	$(PY) -m pytest tests/faults
+
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,1 @@
+"""What every process needs: errors, settings, messages, channels, a daemon's life."""

@@ -1,0 +1,174 @@
+"""Settings: one TOML file and FOREBAY_* variables; every default is here.
+
+The file is the one named by FOREBAY_CONFIG, else /etc/forebay/forebay.toml. A variable beats the
+file: FOREBAY_STAGER__CAPACITY=200GB sets `capacity` in `[stager]`. Sizes take units (`200GB`,
+`1.5TiB`). An unknown key is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from forebay.core.errors import ConfigError
+
+DEFAULT_CONFIG = Path("/etc/forebay/forebay.toml")
+# struct sockaddr_un on Linux holds 108 bytes, the last one NUL (unix(7)).
+_SOCKET_PATH_MAX = 107
+
+Size = Annotated[ByteSize, Field(validate_default=True, ge=0)]
+
+
+def _size(text: str) -> ByteSize:
+    return ByteSize._validate(text, None)  # type: ignore[arg-type]
+
+
+def _default_home() -> Path:
+    if os.geteuid() == 0:
+        return Path("/var/lib/forebay")
+    return Path.home() / ".local/share/forebay"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StagerSettings(_Section):
+    """stagerd: the hot tier of this node."""
+
+    hot_dir: Path | None = Field(None, description="directory on local NVMe; default <home>/hot")
+    warm_dir: Path | None = Field(None, description="directory on a file system shared by the nodes")
+    capacity: Size = Field(_size("100GB"), description="allocated bytes the hot tier may hold")
+    reserve: Size = Field(_size("256MiB"), description="bytes of the disk left free whatever happens")
+    lookahead: Size = Field(_size("4GiB"), description="bytes fetched ahead of each loader's plan")
+    concurrency: int = Field(8, ge=1, le=256, description="shards fetched at once")
+    wait_s: float = Field(120.0, gt=0, description="longest wait of a loader for one shard")
+
+
+class TransferSettings(_Section):
+    """How one object is moved."""
+
+    range_bytes: Size = Field(_size("16MiB"), description="size of one range of a large object")
+    whole_bytes: Size = Field(_size("32MiB"), description="up to this size an object is one GET")
+    inflight_bytes: Size = Field(_size("512MiB"), description="bytes in memory at once, all fetches together")
+    attempts: int = Field(4, ge=1, description="tries per request")
+    attempt_timeout_s: float = Field(30.0, gt=0, description="limit of one request")
+
+
+class CheckpointSettings(_Section):
+    """checkpointd: the spool of this node."""
+
+    spool_dir: Path | None = Field(None, description="directory on local NVMe; default <home>/spool")
+    keep_local: int = Field(2, ge=1, description="committed checkpoints kept in the spool per run")
+    part_bytes: Size = Field(_size("16MiB"), description="size of one part of a multipart upload")
+    upload_timeout_s: float = Field(600.0, gt=0, description="longest upload of one file, tries together")
+    wait_s: float = Field(600.0, gt=0, description="longest wait of a client for a level")
+
+
+class ApiSettings(_Section):
+    """forebay-api: REST for people and programs; loopback only, for now."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8370, ge=0, le=65535)
+
+
+class S3Settings(_Section):
+    """The object store; secrets come from AWS_* variables, profiles or instance metadata only."""
+
+    endpoint: str | None = Field(None, description="default AWS_ENDPOINT_URL, else AWS itself")
+    region: str | None = Field(None, description="default AWS_REGION, else us-east-1")
+    anonymous: bool = Field(False, description="send unsigned requests (public buckets)")
+
+
+class Settings(BaseSettings):
+    """All settings of a node. `Settings.load()` reads them, `paths` are derived from them."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="FOREBAY_", env_nested_delimiter="__", extra="forbid", frozen=True
+    )
+
+    home: Path = Field(default_factory=_default_home, description="state of this node")
+    stager: StagerSettings = StagerSettings()  # type: ignore[call-arg]
+    transfer: TransferSettings = TransferSettings()  # type: ignore[call-arg]
+    checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
+    api: ApiSettings = ApiSettings()  # type: ignore[call-arg]
+    s3: S3Settings = S3Settings()  # type: ignore[call-arg]
+
+    @property
+    def hot_dir(self) -> Path:
+        return self.stager.hot_dir or self.home / "hot"
+
+    @property
+    def spool_dir(self) -> Path:
+        return self.checkpoint.spool_dir or self.home / "spool"
+
+    @property
+    def stager_socket(self) -> Path:
+        return _socket(self.home / "run/stager.sock")
+
+    @property
+    def checkpoint_socket(self) -> Path:
+        return _socket(self.home / "run/checkpoint.sock")
+
+    @classmethod
+    def load(cls, **overrides: Any) -> Settings:
+        """Read file and environment; `overrides` win over both.
+
+        Raises ConfigError that names the key and where it stands.
+        """
+        path = Path(os.environ.get("FOREBAY_CONFIG", DEFAULT_CONFIG))
+        if "FOREBAY_CONFIG" in os.environ and not path.is_file():
+            raise ConfigError(f"FOREBAY_CONFIG names {path}, which is not a file")
+        try:
+            return _reader(path)(**overrides)
+        except tomllib.TOMLDecodeError as err:
+            raise ConfigError(f"{path} is not TOML: {err}") from err
+        except ValidationError as err:
+            raise ConfigError(_explain(err, path)) from err
+
+
+def _reader(path: Path) -> type[Settings]:
+    class FileSettings(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=path))
+
+    return FileSettings
+
+
+def _explain(err: ValidationError, path: Path) -> str:
+    where = f"{path} or FOREBAY_* variables" if path.is_file() else "FOREBAY_* variables"
+    parts = []
+    for item in err.errors():
+        key = ".".join(str(p) for p in item["loc"])
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown key `{key}`")
+        else:
+            parts.append(f"`{key}`: {item['msg']}")
+    return f"in {where}: " + "; ".join(parts)
+
+
+def _socket(path: Path) -> Path:
+    if len(os.fsencode(path)) > _SOCKET_PATH_MAX:
+        raise ConfigError(
+            f"the socket path {path} is longer than {_SOCKET_PATH_MAX} bytes, the limit of the kernel",
+            hint="set a shorter `home`",
+        )
+    return path

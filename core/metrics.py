@@ -1,0 +1,49 @@
+"""Every Prometheus metric, declared once; one registry per daemon.
+
+Names follow forebay_<part>_<what>_<unit> (https://prometheus.io/docs/practices/naming/).
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+STAGER = CollectorRegistry()
+CHECKPOINT = CollectorRegistry()
+
+stager_fetched_bytes = Counter(
+    "forebay_stager_fetched_bytes", "Bytes brought into the hot tier", ["tier"], registry=STAGER
+)
+stager_fetches = Counter("forebay_stager_fetches", "Shards brought into the hot tier", registry=STAGER)
+stager_evictions = Counter("forebay_stager_evictions", "Shards given up", registry=STAGER)
+stager_hits = Counter("forebay_stager_hits", "Shards asked for that were staged", registry=STAGER)
+stager_misses = Counter("forebay_stager_misses", "Shards asked for that were not staged", registry=STAGER)
+stager_errors = Counter("forebay_stager_errors", "Failed fetches by error code", ["code"], registry=STAGER)
+stager_wait_seconds = Histogram(
+    "forebay_stager_wait_seconds", "Wait of a loader for a shard", registry=STAGER
+)
+stager_hot_bytes = Gauge("forebay_stager_hot_bytes", "Allocated bytes in the hot tier", registry=STAGER)
+stager_capacity_bytes = Gauge("forebay_stager_capacity_bytes", "Capacity of the hot tier", registry=STAGER)
+stager_sessions = Gauge("forebay_stager_sessions_count", "Connected sessions", registry=STAGER)
+
+checkpoint_seconds = Histogram(
+    "forebay_checkpoint_seconds",
+    "Seconds from absorbed to each level",
+    ["level"],
+    registry=CHECKPOINT,
+    buckets=(0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800),
+)
+checkpoint_absorbed_bytes = Counter(
+    "forebay_checkpoint_absorbed_bytes", "Bytes taken over from trainers", registry=CHECKPOINT
+)
+checkpoint_committed = Counter("forebay_checkpoint_commits", "Commits written", registry=CHECKPOINT)
+checkpoint_errors = Counter(
+    "forebay_checkpoint_errors", "Failures by error code", ["code"], registry=CHECKPOINT
+)
+checkpoint_pending = Gauge(
+    "forebay_checkpoint_pending_count", "Attempts absorbed and not yet committed", registry=CHECKPOINT
+)
+
+
+def render(registry: CollectorRegistry) -> str:
+    """The Prometheus text format."""
+    return generate_latest(registry).decode()

@@ -1,0 +1,379 @@
+"""Every message on the local sockets: one struct each, MessagePack on the wire.
+
+A client sends `Hello` first; a daemon of another VERSION refuses it by name. After that each
+request has exactly one reply: the struct named in the request's docstring, or `Failure`.
+Descriptors that travel along are named there too.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from typing import Any, Literal
+
+import msgspec
+
+from forebay.core.errors import ForebayError, ProtocolError, from_code
+
+VERSION = 1
+
+Level = Literal["absorbed", "local", "durable", "committed"]
+LEVELS: tuple[Level, ...] = ("absorbed", "local", "durable", "committed")
+JobState = Literal["running", "done", "failed"]
+
+
+class Message(msgspec.Struct, tag_field="kind", frozen=True):
+    """Root of all messages."""
+
+
+class Hello(Message, tag="hello", frozen=True):
+    """-> Welcome."""
+
+    role: str
+    pid: int
+    version: int = VERSION
+
+
+class Welcome(Message, tag="welcome", frozen=True):
+    daemon: str
+    pid: int
+    version: int = VERSION
+
+
+class Failure(Message, tag="failure", frozen=True):
+    """The request failed; the same error is raised at the client."""
+
+    code: str
+    message: str
+    hint: str = ""
+
+    @classmethod
+    def of(cls, err: ForebayError) -> Failure:
+        return cls(err.code, err.message, err.hint)
+
+    def error(self) -> ForebayError:
+        return from_code(self.code, self.message, self.hint)
+
+
+class Done(Message, tag="done", frozen=True):
+    """Nothing to say."""
+
+
+class GetMetrics(Message, tag="get_metrics", frozen=True):
+    """-> MetricsText."""
+
+
+class MetricsText(Message, tag="metrics_text", frozen=True):
+    text: str
+
+
+class GetStatus(Message, tag="get_status", frozen=True):
+    """-> StagerStatus or CheckpointStatus."""
+
+
+# stagerd
+
+
+class Dataset(msgspec.Struct, frozen=True):
+    """A registered dataset at one listing of its source."""
+
+    id: str
+    name: str
+    url: str
+    format: str
+    fingerprint: str
+    shards: int
+    size_bytes: int
+    largest_bytes: int
+    staged_shards: int = 0
+    staged_bytes: int = 0
+
+
+class Register(Message, tag="register", frozen=True):
+    """List `url` (a prefix, or the given keys below it) and freeze it -> DatasetReply + manifest.
+
+    The descriptor is the manifest, an Arrow IPC file (see stager.manifest).
+    """
+
+    url: str
+    format: str = "webdataset"
+    name: str | None = None
+    keys: list[str] | None = None
+
+
+class OpenDataset(Message, tag="open_dataset", frozen=True):
+    """-> DatasetReply + manifest, of the newest listing registered under that name."""
+
+    name: str
+
+
+class DatasetReply(Message, tag="dataset", frozen=True):
+    dataset: Dataset
+
+
+class ListDatasets(Message, tag="list_datasets", frozen=True):
+    """-> Datasets."""
+
+
+class Datasets(Message, tag="datasets", frozen=True):
+    datasets: list[Dataset]
+
+
+class OpenPlan(Message, tag="open_plan", frozen=True):
+    """What this session will read: shard numbers in order of first use -> Done.
+
+    `window` is how many consecutive entries it holds open at once. Replaces an earlier plan.
+    """
+
+    dataset_id: str
+    shards: list[int]
+    window: int
+
+
+class NeedShard(Message, tag="need_shard", frozen=True):
+    """A rank wants this shard now -> ShardReady + data (+ index when `has_index`).
+
+    `position` is the place in the session's plan (-1: outside of any plan).
+    The shard is leased to the session until ReleaseShard or the end of the connection.
+    """
+
+    dataset_id: str
+    shard: int
+    position: int = -1
+
+
+class ShardReady(Message, tag="shard_ready", frozen=True):
+    size_bytes: int
+    digest: str
+    has_index: bool
+
+
+class ReleaseShard(Message, tag="release_shard", frozen=True):
+    """-> Done."""
+
+    dataset_id: str
+    shard: int
+
+
+class PublishIndex(Message, tag="publish_index", frozen=True):
+    """The sample index of a shard, built by whoever mapped it first -> Done."""
+
+    dataset_id: str
+    shard: int
+    samples: int
+    payload: bytes
+
+
+class GetCounts(Message, tag="get_counts", frozen=True):
+    """-> Counts."""
+
+    dataset_id: str
+
+
+class Counts(Message, tag="counts", frozen=True):
+    """Samples per shard, -1 where nobody has indexed it yet."""
+
+    samples: list[int]
+
+
+class ClaimIndex(Message, tag="claim_index", frozen=True):
+    """Ask for a shard without index -> IndexTask; waits while others hold the last ones."""
+
+    dataset_id: str
+
+
+class IndexTask(Message, tag="index_task", frozen=True):
+    """`shard` is None when every shard has an index."""
+
+    shard: int | None
+
+
+class StageJob(msgspec.Struct, frozen=True):
+    """Bring a whole dataset into the hot tier. `failed` maps keys to reasons."""
+
+    id: str
+    dataset: str
+    state: JobState
+    shards_total: int
+    shards_done: int
+    bytes_total: int
+    bytes_done: int
+    failed: dict[str, str]
+    version: int
+
+
+class Stage(Message, tag="stage", frozen=True):
+    """-> JobReply."""
+
+    dataset_id: str
+
+
+class WaitJob(Message, tag="wait_job", frozen=True):
+    """Returns when the job has moved past `version`, at its end, or after `timeout_s` -> JobReply."""
+
+    job_id: str
+    version: int = -1
+    timeout_s: float = 0.0
+
+
+class JobReply(Message, tag="job", frozen=True):
+    job: StageJob
+
+
+class ListJobs(Message, tag="list_jobs", frozen=True):
+    """-> Jobs."""
+
+
+class Jobs(Message, tag="jobs", frozen=True):
+    jobs: list[StageJob]
+
+
+class StagerStatus(Message, tag="stager_status", frozen=True):
+    pid: int
+    node: str
+    hot_dir: str
+    warm_dir: str | None
+    capacity_bytes: int
+    held_bytes: int
+    leased_bytes: int
+    reserved_bytes: int
+    shards: int
+    sessions: int
+    fetches: int
+    fetched_cold_bytes: int
+    fetched_warm_bytes: int
+    evictions: int
+
+
+# checkpointd
+
+
+class Absorb(Message, tag="absorb", frozen=True):
+    """Hand over a snapshot: descriptor of an arena (see checkpointd.arena) -> Absorbed."""
+
+    run: str
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    generation: int
+    upstream: str | None
+
+
+class Absorbed(Message, tag="absorbed", frozen=True):
+    size_bytes: int
+
+
+class WaitLevel(Message, tag="wait_level", frozen=True):
+    """-> AttemptStatus, when the level is reached or the attempt failed; else WaitTimeout."""
+
+    run: str
+    attempt: str
+    rank: int
+    level: Level
+    timeout_s: float
+
+
+class AttemptStatus(Message, tag="attempt_status", frozen=True):
+    """How far one rank's part of an attempt came. Times are seconds since the epoch."""
+
+    run: str
+    step: int
+    attempt: str
+    rank: int
+    level: Level
+    size_bytes: int
+    error: str | None
+    absorbed_at: float
+    local_at: float | None
+    durable_at: float | None
+    committed_at: float | None
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A committed checkpoint, where it is, and whether its files are all there."""
+
+    run: str
+    step: int
+    attempt: str
+    world_size: int
+    files: int
+    size_bytes: int
+    committed_at: float
+    tiers: list[str]
+    problem: str | None = None
+
+
+class ListCheckpoints(Message, tag="list_checkpoints", frozen=True):
+    """-> Checkpoints; all runs in the spool when `run` is None."""
+
+    run: str | None = None
+    upstream: str | None = None
+
+
+class Checkpoints(Message, tag="checkpoints", frozen=True):
+    """Newest first."""
+
+    checkpoints: list[Checkpoint]
+
+
+class OpenCheckpoint(Message, tag="open_checkpoint", frozen=True):
+    """Verify and choose a checkpoint to restore -> CheckpointOpened.
+
+    The newest valid one, or the one of `step` (and `attempt`).
+    """
+
+    run: str
+    upstream: str | None
+    step: int | None = None
+    attempt: str | None = None
+
+
+class CheckpointOpened(Message, tag="checkpoint_opened", frozen=True):
+    """`skipped` says which newer candidates were passed over, and why."""
+
+    checkpoint: Checkpoint
+    names: list[str]
+    skipped: list[str]
+
+
+class OpenFile(Message, tag="open_file", frozen=True):
+    """One file of a checkpoint that OpenCheckpoint chose -> Done + data."""
+
+    run: str
+    step: int
+    attempt: str
+    name: str
+
+
+class VerifyCheckpoints(Message, tag="verify_checkpoints", frozen=True):
+    """Read every byte of each tier's copy and compare -> Checkpoints with `problem` filled in."""
+
+    run: str
+    upstream: str | None
+    step: int | None = None
+
+
+class CheckpointStatus(Message, tag="checkpoint_status", frozen=True):
+    pid: int
+    node: str
+    spool_dir: str
+    attempts: list[AttemptStatus]
+
+
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    # Built from the classes above so that a new message cannot be forgotten here.
+    reduce(or_, Message.__subclasses__())
+)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode(frame: bytes) -> Message:
+    """Raises ProtocolError for anything that is not a message of this version."""
+    try:
+        message: Message = _decoder.decode(frame)
+    except (msgspec.DecodeError, msgspec.ValidationError) as err:
+        raise ProtocolError(
+            f"a message could not be read: {err}", hint="are client and daemon of one version?"
+        ) from err
+    return message

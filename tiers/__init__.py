@@ -1,0 +1,1 @@
+"""The storage hierarchy: stores, and moving objects between them verified."""

@@ -1,0 +1,73 @@
+"""xxh3-128 for our own records, MD5 where an ETag vouches for it.
+
+xxh3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+import xxhash
+
+Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
+_STEP_BYTES = 8 << 20
+
+
+class StreamDigest:
+    """Digests of a stream, fed in order; `md5` is computed only when asked for."""
+
+    def __init__(self, *, with_md5: bool) -> None:
+        self._xxh3 = xxhash.xxh3_128()
+        self._md5 = hashlib.md5(usedforsecurity=False) if with_md5 else None
+        self.size_bytes = 0
+
+    def update(self, data: Buffer) -> None:
+        self._xxh3.update(data)
+        if self._md5:
+            self._md5.update(data)
+        self.size_bytes += len(data)
+
+    @property
+    def xxh3(self) -> str:
+        return self._xxh3.hexdigest()
+
+    @property
+    def md5(self) -> str | None:
+        return self._md5.hexdigest() if self._md5 else None
+
+
+def digest_bytes(data: Buffer) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_fd(fd: int) -> str:
+    """xxh3-128 of a whole file; its offset is left alone. A file that shrinks raises no SIGBUS."""
+    digest = xxhash.xxh3_128()
+    offset = 0
+    while chunk := os.pread(fd, _STEP_BYTES, offset):
+        digest.update(chunk)
+        offset += len(chunk)
+    return digest.hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return digest_fd(file.fileno())
+
+
+def multipart_etag(path: Path, part_bytes: int) -> str:
+    """What S3 answers for a multipart upload: the MD5 of the parts' MD5s, then their number."""
+    digests = []
+    with path.open("rb") as file:
+        while part := file.read(part_bytes):
+            digests.append(hashlib.md5(part, usedforsecurity=False).digest())
+    return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
+
+
+def md5_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

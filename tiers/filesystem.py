@@ -1,0 +1,170 @@
+"""A mounted file system as a store: NVMe, Lustre, BeeGFS, CephFS, NFS."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+
+from forebay.core.errors import (
+    AccessDenied,
+    AlreadyExists,
+    BucketNotFound,
+    DiskFull,
+    ForebayError,
+    ObjectChanged,
+    ObjectNotFound,
+    ShortBody,
+    StoreError,
+)
+from forebay.tiers.store import ObjectInfo, Store, check_key
+
+TEMPORARY = ".forebay-tmp-"
+_COPY_BYTES = 16 << 20
+
+
+class FilesystemStore(Store):
+    """Everything below `root`. Objects appear by rename (or link, when they must be new)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = f"file://{root}"
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        with _translated(self.root):
+            found = await to_thread.run_sync(_walk, self.root, prefix)
+        for info in found:
+            yield info
+
+    async def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with _translated(path):
+            return _info(key, await to_thread.run_sync(path.stat))
+
+    async def read(self, info: ObjectInfo, start: int, end: int) -> memoryview:
+        path = self._path(info.key)
+        with _translated(path):
+            return await to_thread.run_sync(_read, path, info, start, end)
+
+    async def put(self, key: str, data: bytes, *, if_absent: bool = False) -> ObjectInfo:
+        def write(target: int) -> None:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(target, view) :]
+
+        path = self._path(key)
+        with _translated(path):
+            return await to_thread.run_sync(_publish, key, path, write, if_absent)
+
+    async def put_file(self, key: str, path: Path, *, part_bytes: int) -> ObjectInfo:
+        def write(target: int) -> None:
+            with path.open("rb") as source:
+                while os.sendfile(target, source.fileno(), None, _COPY_BYTES):
+                    pass
+
+        final = self._path(key)
+        with _translated(final):
+            return await to_thread.run_sync(_publish, key, final, write, False)
+
+    async def delete(self, key: str) -> None:
+        path = self._path(key)
+        with _translated(path):
+            await anyio.Path(path).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+
+def _walk(root: Path, prefix: str) -> list[ObjectInfo]:
+    if not root.is_dir():
+        raise BucketNotFound(f"{root} is not a directory")
+    found = []
+    for folder, _, names in os.walk(root / prefix.rpartition("/")[0]):
+        for name in names:
+            path = Path(folder, name)
+            key = path.relative_to(root).as_posix()
+            if key.startswith(prefix) and not name.startswith(TEMPORARY):
+                found.append(_info(key, path.stat()))
+    return sorted(found, key=lambda info: info.key)
+
+
+def _info(key: str, stat: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key, stat.st_size, f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}")
+
+
+def _read(path: Path, info: ObjectInfo, start: int, end: int) -> memoryview:
+    with path.open("rb") as file:
+        before = _info(info.key, os.fstat(file.fileno()))
+        if before.version != info.version:
+            raise ObjectChanged(f"{path} was replaced or written to since it was listed")
+        body = bytearray(end - start)
+        view = memoryview(body)
+        done = 0
+        while done < len(body):
+            got = os.preadv(file.fileno(), [view[done:]], start + done)
+            if not got:
+                raise ShortBody(f"{path} ends at byte {start + done}, expected {end}")
+            done += got
+        if _info(info.key, os.fstat(file.fileno())).version != info.version:
+            raise ObjectChanged(f"{path} was written to while it was read")
+    return view
+
+
+def _publish(key: str, path: Path, write: Callable[[int], None], if_absent: bool) -> ObjectInfo:
+    """Write to a temporary name, fsync, then make it visible; fsync the directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    target = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            write(target)
+            os.fsync(target)
+            info = _info(key, os.fstat(target))
+        finally:
+            os.close(target)
+        if if_absent:
+            os.link(temporary, path)
+        else:
+            temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+    return info
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in it survive a power cut (fsync(2))."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ForebayError:
+        raise
+    except FileNotFoundError as err:
+        raise ObjectNotFound(f"{path} is not there") from err
+    except FileExistsError as err:
+        raise AlreadyExists(f"{path} is there already") from err
+    except PermissionError as err:
+        raise AccessDenied(f"{path}: {err.strerror}", hint="check owner and mode") from err
+    except OSError as err:
+        raise os_error(err, path) from err
+
+
+def os_error(err: OSError, path: Path) -> ForebayError:
+    """A full disk by its own name, everything else as the tier's fault."""
+    if err.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(f"no space left for {path}")
+    return StoreError(f"{path}: {err.strerror or err}")
