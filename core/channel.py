@@ -34,6 +34,14 @@ _MAX_FDS = 16
 _MAX_BODY_BYTES = 256 << 20
 _CONNECT_S = 5.0
 
+_HUNG_UP = (
+    anyio.EndOfStream,
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+    ConnectionError,
+    TimeoutError,
+)
+
 Fds = Sequence[int]
 Reply = tuple[Message, Fds]
 Handler = Callable[[Message, list[int]], Awaitable[Reply]]
@@ -74,12 +82,13 @@ async def serve(
                 await _greet(stream, daemon)
                 async with open_session() as handler:
                     await _converse(stream, handler)
-            except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, ConnectionError):
-                return
-            except ProtocolError as err:
-                log.warning("connection refused", reason=str(err))
-                with anyio.move_on_after(1):
-                    await _send(stream, Failure.of(err), ())
+            except* _HUNG_UP:
+                pass
+            except* ProtocolError as errors:
+                log.warning("connection refused", reason=str(errors.exceptions[0]))
+            except* Exception:
+                # A fault in one request ends that session, not everybody's daemon.
+                log.exception("session failed")
 
     await listener.serve(connection)
 
@@ -89,7 +98,9 @@ async def _greet(stream: UNIXSocketStream, daemon: str) -> None:
         hello, fds = await _receive(stream)
     close_all(fds)
     if not isinstance(hello, Hello) or hello.version != VERSION:
-        raise ProtocolError(f"{daemon} speaks version {VERSION}, the client said {hello}")
+        refusal = ProtocolError(f"{daemon} speaks version {VERSION}, the client said {hello}")
+        await _send(stream, Failure.of(refusal), ())
+        raise refusal
     await _send(stream, Welcome(daemon, os.getpid()), ())
 
 

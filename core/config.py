@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -26,11 +26,15 @@ DEFAULT_CONFIG = Path("/etc/forebay/forebay.toml")
 # struct sockaddr_un on Linux holds 108 bytes, the last one NUL (unix(7)).
 _SOCKET_PATH_MAX = 107
 
-Size = Annotated[ByteSize, Field(validate_default=True, ge=0)]
+_bytes_of = TypeAdapter(ByteSize)
 
 
-def _size(text: str) -> ByteSize:
-    return ByteSize._validate(text, None)  # type: ignore[arg-type]
+def _size(text: str | int) -> int:
+    return int(_bytes_of.validate_python(text))
+
+
+# A plain int after reading: ByteSize itself would travel badly (messages, SQL, arithmetic).
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
 
 
 def _default_home() -> Path:

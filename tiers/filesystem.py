@@ -26,6 +26,8 @@ from forebay.core.errors import (
 from forebay.tiers.store import ObjectInfo, Store, check_key
 
 TEMPORARY = ".forebay-tmp-"
+# This process's own temporaries, told apart from a dead one's without asking a clock.
+OWN_TEMPORARY = f"{TEMPORARY}{secrets.token_hex(4)}-"
 _COPY_BYTES = 16 << 20
 
 
@@ -119,7 +121,7 @@ def _read(path: Path, info: ObjectInfo, start: int, end: int) -> memoryview:
 def _publish(key: str, path: Path, write: Callable[[int], None], if_absent: bool) -> ObjectInfo:
     """Write to a temporary name, fsync, then make it visible; fsync the directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    temporary = path.with_name(f"{OWN_TEMPORARY}{secrets.token_hex(8)}")
     target = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
     try:
         try:

@@ -24,7 +24,7 @@ from forebay.core.config import TransferSettings
 from forebay.core.errors import DigestMismatch, ObjectChanged, ShortBody, StoreBusy, StoreUnreachable
 from forebay.tiers.budget import ByteBudget
 from forebay.tiers.digest import StreamDigest
-from forebay.tiers.filesystem import TEMPORARY, os_error
+from forebay.tiers.filesystem import OWN_TEMPORARY, os_error
 from forebay.tiers.store import ObjectInfo, Store
 
 log = structlog.get_logger()
@@ -88,7 +88,7 @@ async def fetch(
 async def _fetch_once(
     store: Store, info: ObjectInfo, final: Path, policy: TransferSettings, budget: ByteBudget
 ) -> Fetched:
-    temporary = final.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    temporary = final.with_name(f"{OWN_TEMPORARY}{secrets.token_hex(8)}")
     try:
         if info.size_bytes <= policy.whole_bytes:
             return await _fetch_whole(store, info, temporary, final, policy, budget)

@@ -1,0 +1,50 @@
+"""A private stagerd for one process: `python -m forebay.stager` with its parent at standard input.
+
+It serves until the pipe at its standard input closes, which the kernel does however the parent
+dies; a cache directory that it was told is temporary is gone then (see docs/decisions).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+import anyio
+
+from forebay.core.config import Settings
+from forebay.core.errors import AlreadyRunning
+from forebay.core.service import run
+from forebay.stager.daemon import main as serve
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--temporary", action="store_true")
+    return parser.parse_args()
+
+
+async def until_parent_ends(settings: Settings) -> None:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(serve, settings)
+        await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
+        tasks.cancel_scope.cancel()
+
+
+def main() -> None:
+    args = parse()
+    settings = Settings.load(home=args.home)
+    try:
+        run("stagerd", lambda: until_parent_ends(settings))
+    except* AlreadyRunning as errors:
+        # Another rank was first with this cache directory: its stagerd serves both.
+        print(errors.exceptions[0], file=sys.stderr)
+    finally:
+        if args.temporary:
+            shutil.rmtree(args.home, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Who indexes which shard: each shard once per node, the others wait for that result (F6)."""
+
+from __future__ import annotations
+
+import anyio
+
+from forebay.stager.catalog import Catalog
+from forebay.stager.manifest import Manifest, Shard
+
+
+class IndexClaims:
+    """Claims belong to sessions; a session that dies gives its claims back."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._owners: dict[str, int] = {}
+        self._changed = anyio.Event()
+
+    async def claim(self, session: int, manifest: Manifest) -> int | None:
+        """A shard that nobody has indexed or is indexing; None when all are indexed."""
+        while True:
+            changed = self._changed
+            missing = [
+                shard
+                for shard in map(manifest.shard, range(len(manifest)))
+                if self._catalog.samples(shard.id) < 0
+            ]
+            free = next((shard for shard in missing if shard.id not in self._owners), None)
+            if free is not None:
+                self._owners[free.id] = session
+                return free.number
+            if not missing:
+                return None
+            await changed.wait()
+
+    def indexed(self, session: int, shard: Shard) -> None:
+        self._owners.pop(shard.id, None)
+        self._wake()
+
+    def drop(self, session: int) -> None:
+        self._owners = {shard: owner for shard, owner in self._owners.items() if owner != session}
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
