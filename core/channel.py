@@ -267,6 +267,9 @@ class Channel:
         return decode(bytes(body)), fds
 
     def close(self) -> None:
+        """Ends the connection; a request that another thread waits in fails at once."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def __enter__(self) -> Channel:

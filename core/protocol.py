@@ -130,16 +130,21 @@ class OpenPlan(Message, tag="open_plan", frozen=True):
     window: int
 
 
+class Advance(Message, tag="advance", frozen=True):
+    """The session now asks for entry `position` of its plan: what lies before is past -> Done."""
+
+    position: int
+
+
 class NeedShard(Message, tag="need_shard", frozen=True):
     """A rank wants this shard now -> ShardReady + data (+ index when `has_index`).
 
-    `position` is the place in the session's plan (-1: outside of any plan).
-    The shard is leased to the session until ReleaseShard or the end of the connection.
+    The shard is leased until ReleaseShard or the end of the connection. Loaders take one connection
+    per shard: closing it is the release, and no other request ever waits behind this one.
     """
 
     dataset_id: str
     shard: int
-    position: int = -1
 
 
 class ShardReady(Message, tag="shard_ready", frozen=True):

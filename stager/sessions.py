@@ -19,6 +19,7 @@ from forebay.core import metrics
 from forebay.core.channel import Handler, Reply
 from forebay.core.errors import IntegrityError, ProtocolError, WorkingSetTooLarge
 from forebay.core.protocol import (
+    Advance,
     ClaimIndex,
     Counts,
     Dataset,
@@ -126,6 +127,7 @@ class Session:
             OpenDataset: self._open_dataset,
             ListDatasets: self._list_datasets,
             OpenPlan: self._open_plan,
+            Advance: self._advance,
             NeedShard: self._need_shard,
             ReleaseShard: self._release_shard,
             PublishIndex: self._publish_index,
@@ -186,11 +188,14 @@ class Session:
         self._stager.scheduler.forgive()
         return Done(), ()
 
-    async def _need_shard(self, request: NeedShard) -> Reply:
-        shard = self._stager.catalog.manifest(request.dataset_id).shard(request.shard)
-        if request.position >= 0 and (plan := self._stager.plans.of(self._number)):
+    async def _advance(self, request: Advance) -> Reply:
+        if plan := self._stager.plans.of(self._number):
             plan.advance(request.position)
             self._stager.scheduler.poke()
+        return Done(), ()
+
+    async def _need_shard(self, request: NeedShard) -> Reply:
+        shard = self._stager.catalog.manifest(request.dataset_id).shard(request.shard)
         self._lease(shard)
         try:
             with metrics.stager_wait_seconds.time():

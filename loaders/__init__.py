@@ -1,0 +1,13 @@
+"""The trainer's side of staging: a drop-in DataLoader over shards that stagerd brings near.
+
+from forebay.loaders import DataLoader, StagedDataset
+
+dataset = StagedDataset("s3://bucket/train", fields=("png", "cls"), decode="auto")
+for images, labels in DataLoader(dataset, batch_size=64, shuffle=True, seed=1):
+    ...
+"""
+
+from forebay.loaders.dataset import StagedDataset
+from forebay.loaders.loader import DataLoader
+
+__all__ = ["DataLoader", "StagedDataset"]

@@ -1,0 +1,166 @@
+"""Batches from mapped shards, by threads, in order.
+
+A feeder thread walks the order, opens blocks of shards and hands batches to a pool; the consumer
+takes them in the same order. At most `prefetch` batches are ready or under way.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.loaders.dataset import StagedDataset
+from forebay.loaders.order import Cursor, GlobalBatch, Ints, Order, slice_for_rank
+from forebay.loaders.session import MappedShard, StagerSession
+
+Collate = Callable[[Sequence[tuple[Any, ...]]], Any]
+
+# How often a full queue lets its feeder look whether anybody still listens.
+_ABANDONED_CHECK_S = 0.2
+
+
+@dataclass(frozen=True)
+class EpochRun:
+    """One pass: what to read from where on."""
+
+    order: Order
+    epoch: int
+    start: Cursor
+    batch_size: int
+    rank: int
+    world_size: int
+    drop_last: bool
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A batch under way, and what the loader's state will be once it has been taken."""
+
+    batch: Future[Any]
+    after: Cursor
+    samples: int
+    padded: int
+
+
+class _OpenShards:
+    """Shards in use, each released when the feeder and every batch cut from it are done with it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: dict[int, int] = {}
+        self._shards: dict[int, MappedShard] = {}
+
+    def add(self, shard: MappedShard) -> None:
+        with self._lock:
+            self._shards[shard.number] = shard
+            self._users[shard.number] = 1
+
+    def take(self, numbers: Iterable[int]) -> dict[int, MappedShard]:
+        with self._lock:
+            for number in numbers:
+                self._users[number] += 1
+            return {number: self._shards[number] for number in numbers}
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        with self._lock:
+            for number in numbers:
+                self._users[number] -= 1
+                if not self._users[number]:
+                    del self._users[number]
+                    self._shards.pop(number).release()
+
+
+class Assembler:
+    """Iterate it once; `close()` (or the end of the iteration) stops its threads."""
+
+    def __init__(
+        self,
+        dataset: StagedDataset,
+        session: StagerSession,
+        run: EpochRun,
+        collate: Collate,
+        num_threads: int,
+        prefetch: int,
+    ) -> None:
+        self._dataset = dataset
+        self._session = session
+        self._run = run
+        self._collate = collate
+        self._open = _OpenShards()
+        self._fed: set[int] = set()
+        self._stop = threading.Event()
+        self._queue: queue.Queue[Ready | BaseException | None] = queue.Queue(prefetch)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="forebay-assemble")
+        self._feeder = threading.Thread(target=self._feed, name="forebay-feed", daemon=True)
+        self._feeder.start()
+
+    def __iter__(self) -> Iterator[Ready]:
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def close(self) -> None:
+        self._stop.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._session.close()
+        self._feeder.join()
+
+    def _feed(self) -> None:
+        try:
+            run = self._run
+            for batch in run.order.batches(
+                run.epoch,
+                run.batch_size * run.world_size,
+                run.start,
+                self._open_block,
+                drop_last=run.drop_last,
+            ):
+                if not self._put(self._submit(batch)):
+                    return
+            self._put(None)
+        except BaseException as err:  # noqa: BLE001 - it is raised again where the batches are taken
+            self._put(err)
+
+    def _open_block(self, block: int, shards: Ints, pending: Ints) -> list[int]:
+        """Wait for a block's shards; those of earlier blocks go, but for what is still pending."""
+        done = self._fed - set(pending[:, 0].tolist())
+        self._open.give_back(done)
+        self._fed -= done
+        first = (block - self._run.start.block) * self._run.order.block_shards
+        counts = []
+        for place, number in enumerate(shards.tolist()):
+            shard = self._session.need(number, first + place)
+            self._open.add(shard)
+            self._fed.add(number)
+            counts.append(len(shard.index))
+        return counts
+
+    def _submit(self, batch: GlobalBatch) -> Ready:
+        rows, padded = slice_for_rank(batch.rows, self._run.rank, self._run.world_size)
+        numbers = set(rows[:, 0].tolist())
+        shards = self._open.take(numbers)
+        future = self._pool.submit(self._assemble, rows, shards)
+        future.add_done_callback(lambda _: self._open.give_back(numbers))
+        return Ready(future, batch.after, len(rows), padded)
+
+    def _assemble(self, rows: Ints, shards: dict[int, MappedShard]) -> Any:
+        read = self._dataset.read
+        return self._collate([read(shards[shard], sample) for shard, sample in rows.tolist()])
+
+    def _put(self, item: Ready | BaseException | None) -> bool:
+        """False when the consumer has gone."""
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=_ABANDONED_CHECK_S)
+                return True
+            except queue.Full:
+                continue
+        return False

@@ -1,0 +1,105 @@
+"""From bytes to values, and from values to batches."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from forebay.core.errors import FormatError, InvalidRequest
+
+Decoder: TypeAlias = Callable[[bytes], Any]
+Decode: TypeAlias = str | Decoder | Mapping[str, str | Decoder] | None
+
+_IMAGES = ("png", "jpg", "jpeg", "webp", "bmp", "ppm", "pgm")
+
+
+def image(data: bytes) -> torch.Tensor:
+    """uint8, (channels, height, width); grey images have one channel."""
+    pixels = np.array(pil(data))
+    return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
+
+
+def pil(data: bytes) -> Any:
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(data))
+    picture.load()
+    return picture
+
+
+def npy(data: bytes) -> torch.Tensor:
+    """A .npy file; never one that would have to be unpickled."""
+    return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+
+
+_DECODERS: dict[str, Decoder] = {
+    "bytes": bytes,
+    "text": bytes.decode,
+    "int": int,
+    "json": json.loads,
+    "npy": npy,
+    "pil": pil,
+    "image": image,
+}
+_BY_EXTENSION: dict[str, Decoder] = {
+    **dict.fromkeys(_IMAGES, image),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
+    **dict.fromkeys(("json", "jsn"), json.loads),
+    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
+    "npy": npy,
+}
+
+
+def open_decoder(decode: Decode, field: str) -> Decoder:
+    """The decoder of one field: by name, by extension (`auto`), or the caller's own.
+
+    Raises InvalidRequest for a name that is not known.
+    """
+    chosen = decode.get(field) if isinstance(decode, Mapping) else decode
+    if chosen is None:
+        return bytes
+    if callable(chosen):
+        return chosen
+    if chosen == "auto":
+        extension = field.split(";")[0].rpartition(".")[2]
+        return _BY_EXTENSION.get(extension, bytes)
+    if chosen not in _DECODERS:
+        names = ", ".join(["auto", *_DECODERS])
+        raise InvalidRequest(
+            f"unknown decoder {chosen!r} for {field!r}", hint=f"one of {names}, or a function"
+        )
+    return _DECODERS[chosen]
+
+
+def decode_field(decoder: Decoder, data: bytes, field: str, key: str, shard: str) -> Any:
+    """Whatever a decoder raises becomes one error that names sample and shard."""
+    try:
+        return decoder(data)
+    except Exception as err:
+        raise FormatError(
+            f"field {field!r} of sample {key!r} in {shard} cannot be decoded: {type(err).__name__}: {err}"
+        ) from err
+
+
+def collate(samples: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Columns of a batch: numbers and arrays of one shape become tensors, the rest stays a list."""
+    return tuple(_column(values) for values in zip(*samples, strict=True))
+
+
+def _column(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, bool | int | float):
+        return torch.tensor(values)
+    if isinstance(first, np.ndarray):
+        values = [torch.from_numpy(value) for value in values]
+        first = values[0]
+    if isinstance(first, torch.Tensor) and all(
+        value.shape == first.shape and value.dtype == first.dtype for value in values
+    ):
+        return torch.stack(list(values))
+    return list(values)

@@ -1,0 +1,107 @@
+"""The sample index of a shard: where each field of each sample lies, so that samples are slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from forebay.core.errors import MissingField
+
+Ints = npt.NDArray[np.int64]
+
+
+class _Payload(msgspec.Struct, array_like=True):
+    """What goes over the wire and beside the shard (MessagePack; integers little endian)."""
+
+    keys: list[str]
+    fields: list[str]
+    starts: bytes
+    field_numbers: bytes
+    offsets: bytes
+    sizes: bytes
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Columns over the members of a shard, in order.
+
+    Sample i owns members starts[i] to starts[i + 1]; member m is field fields[field_numbers[m]] and
+    lies at offsets[m], sizes[m] bytes long.
+    """
+
+    keys: list[str]
+    fields: list[str]
+    starts: Ints
+    field_numbers: Ints
+    offsets: Ints
+    sizes: Ints
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.fields)}
+
+    def locate(self, sample: int, field: str, shard: str) -> tuple[int, int]:
+        """(offset, size) of a field; `field` may give alternatives, as in `jpg;png`.
+
+        Raises MissingField, which lists what the sample does have.
+        """
+        first, last = int(self.starts[sample]), int(self.starts[sample + 1])
+        for name in field.split(";"):
+            wanted = self._numbers.get(name, -1)
+            for member in range(first, last):
+                if self.field_numbers[member] == wanted:
+                    return int(self.offsets[member]), int(self.sizes[member])
+        there = [self.fields[int(number)] for number in self.field_numbers[first:last]]
+        raise MissingField(
+            f"sample {self.keys[sample]!r} in {shard} has no field {field!r}; it has {', '.join(there)}",
+            hint='a base name with dots in it splits at the first one; split="last" splits at the last',
+        )
+
+    def encode(self) -> bytes:
+        columns = (self.starts, self.field_numbers, self.offsets, self.sizes)
+        return msgspec.msgpack.encode(
+            _Payload(self.keys, self.fields, *(c.astype("<i8").tobytes() for c in columns))
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> ShardIndex:
+        payload = msgspec.msgpack.decode(data, type=_Payload)
+        columns: Any = (payload.starts, payload.field_numbers, payload.offsets, payload.sizes)
+        return cls(payload.keys, payload.fields, *(np.frombuffer(c, dtype="<i8") for c in columns))
+
+
+class IndexBuilder:
+    """Collects members in order; samples are runs of members with one key."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._starts: list[int] = []
+        self._members: list[tuple[int, int, int]] = []
+
+    def begin_sample(self, key: str) -> None:
+        self.keys.append(key)
+        self._starts.append(len(self._members))
+
+    def add(self, field: str, offset: int, size_bytes: int) -> None:
+        number = self._numbers.setdefault(field, len(self._numbers))
+        self._members.append((number, offset, size_bytes))
+
+    def offset_in_sample(self, field: str) -> int | None:
+        """Where the current sample has that field already."""
+        wanted = self._numbers.get(field, -1)
+        members = self._members[self._starts[-1] :]
+        return next((offset for number, offset, _ in members if number == wanted), None)
+
+    def build(self) -> ShardIndex:
+        members = np.array(self._members, dtype=np.int64).reshape(-1, 3)
+        starts = np.array([*self._starts, len(self._members)], dtype=np.int64)
+        return ShardIndex(self.keys, list(self._numbers), starts, members[:, 0], members[:, 1], members[:, 2])

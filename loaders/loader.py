@@ -1,0 +1,199 @@
+"""DataLoader: the drop-in. Iterating it yields this rank's batches of one epoch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any, TypedDict
+
+import torch.distributed
+
+from forebay.core.errors import DatasetNotFound, InvalidRequest, StateMismatch
+from forebay.loaders.assemble import Assembler, Collate, EpochRun
+from forebay.loaders.dataset import StagedDataset
+from forebay.loaders.decode import collate
+from forebay.loaders.order import Cursor, Order
+from forebay.loaders.session import StagerSession
+from forebay.loaders.stats import LoaderStats
+
+_STATE_VERSION = 1
+
+
+class LoaderState(TypedDict):
+    """Where a job stands: the same on every rank, valid for any other number of ranks."""
+
+    version: int
+    fingerprint: str
+    seed: int
+    shuffle: bool
+    block_shards: int
+    epoch: int
+    block: int
+    offset: int
+    samples: int
+
+
+class DataLoader:
+    """Batches of a StagedDataset, in an order that depends on (dataset, seed, epoch) alone.
+
+    batch_size: samples per rank and batch.
+    rank, world_size: this process's place; from torch.distributed when it is initialised, else from
+        RANK and WORLD_SIZE, else 0 and 1.
+    drop_last: leave out the last, short batch of the job; otherwise it is shared out evenly, with
+        samples of its own repeated where it does not divide (`stats.padded`).
+    shuffle_block: shards whose samples are mixed with each other; a loader holds up to two blocks open.
+    num_threads: threads that cut and decode; prefetch: batches ready or under way.
+
+    After each whole pass the epoch goes up by one; `set_epoch` sets it. `state_dict()` describes the
+    position behind the batch last yielded.
+    """
+
+    def __init__(
+        self,
+        dataset: StagedDataset,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_threads: int = 2,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        shuffle_block: int = 8,
+        prefetch: int = 4,
+        collate_fn: Collate = collate,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = _at_least_one(batch_size, "batch_size")
+        self.rank, self.world_size = _place(rank, world_size)
+        self.stats = LoaderStats()
+        self._num_threads = _at_least_one(num_threads, "num_threads")
+        self._prefetch = _at_least_one(prefetch, "prefetch")
+        self._drop_last = drop_last
+        self._collate = collate_fn
+        self._epoch = 0
+        self._cursor = Cursor()
+        self._resuming = False
+        with dataset.open_session() as session:
+            self._dataset_info = session.dataset
+        self._order = Order(
+            self._dataset_info.shards,
+            shuffle,
+            seed,
+            _at_least_one(shuffle_block, "shuffle_block") if shuffle else 1,
+        )
+        self._batches: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self._cursor if self._resuming else Cursor()
+        self._resuming, self._cursor = False, start
+        epoch = self._epoch
+        with self._open_session() as session:
+            blocks = self._order.blocks(epoch)[start.block :]
+            ahead = self._order.sequence(epoch + 1)
+            plan = [int(number) for block in (*blocks, ahead) for number in block]
+            session.open_plan(plan, min(2 * self._order.block_shards, self._order.shards))
+            run = EpochRun(
+                self._order, epoch, start, self.batch_size, self.rank, self.world_size, self._drop_last
+            )
+            assembler = Assembler(
+                self.dataset, session, run, self._collate, self._num_threads, self._prefetch
+            )
+            try:
+                yield from self._take(assembler)
+            finally:
+                assembler.close()
+        self._epoch, self._cursor = epoch + 1, Cursor()
+
+    def _take(self, assembler: Assembler) -> Iterator[Any]:
+        asked_at = time.monotonic()
+        for ready in assembler:
+            batch = ready.batch.result()
+            self.stats.waited(time.monotonic() - asked_at)
+            self.stats.batches += 1
+            self.stats.samples += ready.samples - ready.padded
+            self.stats.padded += ready.padded
+            self._cursor = ready.after
+            yield batch
+            asked_at = time.monotonic()
+
+    def __len__(self) -> int:
+        """Batches per epoch. Needs every shard counted: on a new dataset this reads all of it once."""
+        if self._batches is None:
+            with self._open_session() as session:
+                total = sum(session.counts())
+            self._batches = self._order.count_batches(
+                total, self.batch_size * self.world_size, drop_last=self._drop_last
+            )
+        return self._batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next pass. Naming the epoch that a loaded state is in keeps its position."""
+        if epoch != self._epoch:
+            self._epoch, self._cursor, self._resuming = epoch, Cursor(), False
+
+    def state_dict(self) -> LoaderState:
+        return LoaderState(
+            version=_STATE_VERSION,
+            fingerprint=self._dataset_info.fingerprint,
+            seed=self._order.seed,
+            shuffle=self._order.shuffle,
+            block_shards=self._order.block_shards,
+            epoch=self._epoch,
+            block=self._cursor.block,
+            offset=self._cursor.offset,
+            samples=self._cursor.samples,
+        )
+
+    def load_state_dict(self, state: LoaderState) -> None:
+        """Go on where that state was taken. Raises StateMismatch when it belongs to another order."""
+        mine = self.state_dict()
+        missing = [key for key in mine if key not in state]
+        if missing:
+            raise StateMismatch(f"this is not a loader's state: it lacks {', '.join(missing)}")
+        for key in ("version", "fingerprint", "seed", "shuffle", "block_shards"):
+            if state[key] != mine[key]:
+                raise StateMismatch(
+                    f"the saved state has {key} {state[key]!r}, this loader has {mine[key]!r}",
+                    hint="resume with the same dataset, seed, shuffle and shuffle_block; "
+                    "ranks, batch size and threads may differ",
+                )
+        self._epoch = state["epoch"]
+        self._cursor = Cursor(state["block"], state["offset"], state["samples"])
+        self._resuming = True
+
+    def _open_session(self) -> StagerSession:
+        """The listing this loader was made with, not a new one: an epoch keeps its versions (F8).
+
+        Raises StateMismatch when the daemon has forgotten that listing and the source has changed.
+        """
+        try:
+            return self.dataset.open_session(self._dataset_info.id)
+        except DatasetNotFound:
+            session = self.dataset.open_session()
+        if session.dataset.fingerprint != self._dataset_info.fingerprint:
+            session.close()
+            raise StateMismatch(
+                f"{self._dataset_info.url} has changed since this loader was made",
+                hint="make a new DataLoader to train on the new version",
+            )
+        self._dataset_info = session.dataset
+        return session
+
+
+def _at_least_one(value: int, name: str) -> int:
+    if value < 1:
+        raise InvalidRequest(f"{name} is {value}, must be at least 1")
+    return value
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        known = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    else:
+        known = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    place = known[0] if rank is None else rank, known[1] if world_size is None else world_size
+    if not 0 <= place[0] < place[1]:
+        raise InvalidRequest(f"rank {place[0]} is not below world_size {place[1]}")
+    return place

@@ -1,0 +1,98 @@
+"""No daemon on this machine? Then a private stagerd, as a child that lives as long as this process.
+
+A child, not a thread: transfers and checksums would take the trainer's GIL (DESIGN, idea 7), and
+only another process can remove a temporary cache after this one was killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from forebay.core.config import Settings
+from forebay.core.errors import DaemonUnavailable
+
+log = logging.getLogger("forebay.loaders")
+
+_START_S = 30.0
+_lock = threading.Lock()
+_children: dict[Path, subprocess.Popen[bytes]] = {}
+_temporary_home: Path | None = None
+
+
+def private_socket(cache_dir: Path | None) -> Path:
+    """The socket of a stagerd on `cache_dir` (or a temporary directory), started if need be.
+
+    Several processes that name one directory share its stagerd. Raises DaemonUnavailable.
+    """
+    global _temporary_home
+    with _lock:
+        if cache_dir is None and _temporary_home is None:
+            _temporary_home = Path(tempfile.mkdtemp(prefix="forebay-"))
+        home = cache_dir.absolute() if cache_dir else _temporary_home
+        assert home is not None
+        child = _children.get(home)
+        if child is None or child.poll() is not None:
+            log.warning(
+                "no stagerd here: starting a private one on %s%s; `forebay up` starts a shared one",
+                home,
+                "" if cache_dir else ", which is removed at exit",
+            )
+            child = _start(home, temporary=cache_dir is None)
+            if child is not None:
+                _children[home] = child
+        return Settings.load(home=home).stager_socket
+
+
+def _start(home: Path, *, temporary: bool) -> subprocess.Popen[bytes] | None:
+    """None when another process serves that directory already."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="forebay-") as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready,
+    ):
+        address = f"{folder}/notify"
+        ready.bind(address)
+        command = [sys.executable, "-m", "forebay.stager", "--home", str(home)]
+        child = subprocess.Popen(
+            command + (["--temporary"] if temporary else []),
+            stdin=subprocess.PIPE,
+            env={**os.environ, "NOTIFY_SOCKET": address},
+        )
+        ended = os.pidfd_open(child.pid)
+        try:
+            signalled, _, _ = select.select([ready.fileno(), ended], [], [], _START_S)
+            is_ready, has_ended = ready.fileno() in signalled, ended in signalled
+        finally:
+            os.close(ended)
+    if is_ready:
+        return child
+    if has_ended and child.wait() == 0:
+        return None
+    child.kill()
+    child.wait()
+    raise DaemonUnavailable(
+        f"a private stagerd on {home} did not start (exit status {child.returncode})",
+        hint="its messages are above",
+    )
+
+
+@atexit.register
+def _stop_children() -> None:
+    """Closing the pipe is the signal; a child that we still own is waited for, within reason."""
+    for child in _children.values():
+        if child.stdin:
+            child.stdin.close()
+    for child in _children.values():
+        try:
+            child.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            child.kill()
