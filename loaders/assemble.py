@@ -82,7 +82,7 @@ class Assembler:
         dataset: StagedDataset,
         session: StagerSession,
         run: EpochRun,
-        collate: Collate,
+        collate: Collate | None,
         num_threads: int,
         prefetch: int,
     ) -> None:
@@ -152,8 +152,9 @@ class Assembler:
         return Ready(future, batch.after, len(rows), padded)
 
     def _assemble(self, rows: Ints, shards: dict[int, MappedShard]) -> Any:
-        read = self._dataset.read
-        return self._collate([read(shards[shard], sample) for shard, sample in rows.tolist()])
+        if self._collate is None:
+            return self._dataset.read_batch(rows, shards)
+        return self._collate(self._dataset.read(rows, shards))
 
     def _put(self, item: Ready | BaseException | None) -> bool:
         """False when the consumer has gone."""

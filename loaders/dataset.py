@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forebay.core.errors import InvalidRequest
 from forebay.core.protocol import OpenDataset, Register
-from forebay.loaders.decode import Decode, decode_field, open_decoder
+from forebay.loaders.decode import Decode, Decoder, array, collate, collate_column, decode_field, open_decoder
 from forebay.loaders.formats import Split, open_format
+from forebay.loaders.order import Ints
 from forebay.loaders.session import MappedShard, StagerSession
 
 KEY = "__key__"
@@ -56,21 +59,57 @@ class StagedDataset:
         request = OpenDataset(dataset_id) if dataset_id else self._request
         return StagerSession(request, self._format, self._cache_dir)
 
-    def read(self, shard: MappedShard, sample: int) -> tuple[Any, ...]:
-        """One decoded sample. Raises MissingField, FormatError."""
-        values: list[Any] = []
-        key = shard.index.keys[sample]
-        for field, decoder in self._decoders:
+    def read(self, rows: Ints, shards: Mapping[int, MappedShard]) -> list[tuple[Any, ...]]:
+        """Decoded samples. Raises MissingField, FormatError."""
+        columns = (self._values(*field, rows, shards) for field in self._decoders)
+        samples = list(zip(*columns, strict=True))
+        return [self._transform(sample) for sample in samples] if self._transform else samples
+
+    def read_batch(self, rows: Ints, shards: Mapping[int, MappedShard]) -> tuple[Any, ...]:
+        """A batch in columns; the same values as `collate(read(...))`, without the detour where it pays."""
+        if self._transform:
+            return collate(self.read(rows, shards))
+        return tuple(
+            _gather(field, rows, shards)
+            if decoder is array
+            else collate_column(list(self._values(field, decoder, rows, shards)))
+            for field, decoder in self._decoders
+        )
+
+    def _values(
+        self, field: str, decoder: Decoder, rows: Ints, shards: Mapping[int, MappedShard]
+    ) -> Iterator[Any]:
+        for number, sample in rows.tolist():
+            shard = shards[number]
             if field == KEY:
-                values.append(key)
+                yield shard.index.keys[sample]
                 continue
-            offset, size_bytes = shard.index.locate(sample, field, shard.name)
+            offset, size_bytes = _locate(field, shard, sample)
             data = shard.data[offset : offset + size_bytes]
-            if decoder is not bytes:
-                values.append(decode_field(decoder, data, field, key, shard.name))
+            if decoder is bytes:
+                yield data
             else:
-                values.append(data)
-        return self._transform(tuple(values)) if self._transform else tuple(values)
+                yield decode_field(decoder, data, field, shard.index.keys[sample], shard.name)
+
+
+def _locate(field: str, shard: MappedShard, sample: int) -> tuple[int, int]:
+    offsets, sizes = shard.index.column(field)
+    if offsets[sample] < 0:
+        raise shard.index.missing(sample, field, shard.name)
+    return offsets[sample], sizes[sample]
+
+
+def _gather(field: str, rows: Ints, shards: Mapping[int, MappedShard]) -> torch.Tensor | list[torch.Tensor]:
+    """Bytes straight from the mapped shards into the batch: one copy, without the GIL."""
+    spans = [(shards[number], *_locate(field, shards[number], sample)) for number, sample in rows.tolist()]
+    sizes = {size_bytes for _, _, size_bytes in spans}
+    if len(sizes) != 1:
+        return [array(shard.data[offset : offset + size_bytes]) for shard, offset, size_bytes in spans]
+    batch = torch.empty((len(spans), sizes.pop()), dtype=torch.uint8)
+    into = batch.numpy()
+    for place, (shard, offset, size_bytes) in enumerate(spans):
+        into[place] = shard.array[offset : offset + size_bytes]
+    return batch
 
 
 def _request(

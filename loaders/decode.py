@@ -24,6 +24,11 @@ def image(data: bytes) -> torch.Tensor:
     return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
 
 
+def array(data: bytes) -> torch.Tensor:
+    """The bytes themselves as uint8, (size,); samples of one size become one (batch, size) tensor."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
 def pil(data: bytes) -> Any:
     from PIL import Image
 
@@ -39,6 +44,7 @@ def npy(data: bytes) -> torch.Tensor:
 
 _DECODERS: dict[str, Decoder] = {
     "bytes": bytes,
+    "array": array,
     "text": bytes.decode,
     "int": int,
     "json": json.loads,
@@ -88,10 +94,10 @@ def decode_field(decoder: Decoder, data: bytes, field: str, key: str, shard: str
 
 def collate(samples: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     """Columns of a batch: numbers and arrays of one shape become tensors, the rest stays a list."""
-    return tuple(_column(values) for values in zip(*samples, strict=True))
+    return tuple(collate_column(values) for values in zip(*samples, strict=True))
 
 
-def _column(values: Sequence[Any]) -> Any:
+def collate_column(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, bool | int | float):
         return torch.tensor(values)

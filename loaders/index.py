@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -40,27 +39,34 @@ class ShardIndex:
     field_numbers: Ints
     offsets: Ints
     sizes: Ints
+    _columns: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.fields)}
+    def column(self, field: str) -> tuple[list[int], list[int]]:
+        """(offsets, sizes) of a field in every sample, -1 where it is missing; worked out once.
 
-    def locate(self, sample: int, field: str, shard: str) -> tuple[int, int]:
-        """(offset, size) of a field; `field` may give alternatives, as in `jpg;png`.
-
-        Raises MissingField, which lists what the sample does have.
+        `field` may give alternatives, as in `jpg;png`: the first that a sample has.
         """
-        first, last = int(self.starts[sample]), int(self.starts[sample + 1])
-        for name in field.split(";"):
-            wanted = self._numbers.get(name, -1)
-            for member in range(first, last):
-                if self.field_numbers[member] == wanted:
-                    return int(self.offsets[member]), int(self.sizes[member])
-        there = [self.fields[int(number)] for number in self.field_numbers[first:last]]
-        raise MissingField(
+        if field not in self._columns:
+            self._columns[field] = self._find(field.split(";"))
+        return self._columns[field]
+
+    def _find(self, names: list[str]) -> tuple[list[int], list[int]]:
+        offsets = np.full(len(self), -1, dtype=np.int64)
+        sizes = np.full(len(self), -1, dtype=np.int64)
+        for name in reversed([name for name in names if name in self.fields]):
+            members = np.flatnonzero(self.field_numbers == self.fields.index(name))
+            samples = np.searchsorted(self.starts, members, side="right") - 1
+            offsets[samples], sizes[samples] = self.offsets[members], self.sizes[members]
+        return offsets.tolist(), sizes.tolist()
+
+    def missing(self, sample: int, field: str, shard: str) -> MissingField:
+        """The error for a field that a sample lacks; it lists what the sample does have."""
+        members = self.field_numbers[self.starts[sample] : self.starts[sample + 1]]
+        there = [self.fields[number] for number in members.tolist()]
+        return MissingField(
             f"sample {self.keys[sample]!r} in {shard} has no field {field!r}; it has {', '.join(there)}",
             hint='a base name with dots in it splits at the first one; split="last" splits at the last',
         )
@@ -75,7 +81,8 @@ class ShardIndex:
     def decode(cls, data: bytes) -> ShardIndex:
         payload = msgspec.msgpack.decode(data, type=_Payload)
         columns: Any = (payload.starts, payload.field_numbers, payload.offsets, payload.sizes)
-        return cls(payload.keys, payload.fields, *(np.frombuffer(c, dtype="<i8") for c in columns))
+        starts, numbers, offsets, sizes = (np.frombuffer(c, dtype="<i8") for c in columns)
+        return cls(payload.keys, payload.fields, starts, numbers, offsets, sizes)
 
 
 class IndexBuilder:

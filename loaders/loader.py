@@ -12,7 +12,6 @@ import torch.distributed
 from forebay.core.errors import DatasetNotFound, InvalidRequest, StateMismatch
 from forebay.loaders.assemble import Assembler, Collate, EpochRun
 from forebay.loaders.dataset import StagedDataset
-from forebay.loaders.decode import collate
 from forebay.loaders.order import Cursor, Order
 from forebay.loaders.session import StagerSession
 from forebay.loaders.stats import LoaderStats
@@ -43,6 +42,7 @@ class DataLoader:
     drop_last: leave out the last, short batch of the job; otherwise it is shared out evenly, with
         samples of its own repeated where it does not divide (`stats.padded`).
     shuffle_block: shards whose samples are mixed with each other; a loader holds up to two blocks open.
+    collate_fn: makes a batch of a list of samples; by default columns, stacked where shapes agree.
     num_threads: threads that cut and decode; prefetch: batches ready or under way.
 
     After each whole pass the epoch goes up by one; `set_epoch` sets it. `state_dict()` describes the
@@ -62,7 +62,7 @@ class DataLoader:
         world_size: int | None = None,
         shuffle_block: int = 8,
         prefetch: int = 4,
-        collate_fn: Collate = collate,
+        collate_fn: Collate | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = _at_least_one(batch_size, "batch_size")
