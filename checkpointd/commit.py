@@ -1,0 +1,95 @@
+"""COMMIT.json: written last, once, by whoever first sees the manifests of all ranks (C3)."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from forebay.checkpointd import layout
+from forebay.checkpointd.layout import Commit, RankManifest
+from forebay.core.errors import AlreadyExists, CheckpointCorrupt, ObjectNotFound
+from forebay.tiers.store import ObjectInfo, Store
+
+
+async def read_all(store: Store, info: ObjectInfo) -> bytes:
+    return bytes(await store.read(info, 0, info.size_bytes)) if info.size_bytes else b""
+
+
+async def try_commit(store: Store, run: str, step: int, attempt: str, world_size: int) -> Commit | None:
+    """The commit, if all ranks of the attempt are there (written now or before); None if some lack.
+
+    Any number of daemons may do this at once: the put is conditional, and all write the same.
+    """
+    prefix = layout.folder(run, step, attempt)
+    objects = {info.key: info async for info in store.list(f"{prefix}/")}
+    commit_key = f"{prefix}/{layout.COMMIT}"
+    if commit_key in objects:
+        return await _read(store, objects[commit_key], run, step, attempt)
+    files = []
+    for rank in range(world_size):
+        manifest_info = objects.get(f"{prefix}/{layout.rank_manifest(rank)}")
+        if manifest_info is None:
+            return None
+        manifest = await _manifest(store, manifest_info)
+        if (manifest.attempt, manifest.rank, manifest.world_size) != (attempt, rank, world_size):
+            raise CheckpointCorrupt(f"{store.url}/{manifest_info.key} belongs to another attempt")
+        there = objects.get(f"{prefix}/{manifest.file.name}")
+        if there is None or there.size_bytes != manifest.file.size_bytes:
+            raise CheckpointCorrupt(
+                f"{store.url}/{prefix}/{manifest.file.name} is not what its manifest says"
+            )
+        files.append(manifest.file)
+    commit = Commit(run, step, attempt, world_size, files, time.time())
+    try:
+        await store.put(commit_key, layout.encode(commit), if_absent=True)
+    except AlreadyExists:
+        return await _read(store, await store.head(commit_key), run, step, attempt)
+    return commit
+
+
+async def missing_ranks(store: Store, run: str, step: int, attempt: str, world_size: int) -> list[int]:
+    prefix = layout.folder(run, step, attempt)
+    there = {info.key async for info in store.list(f"{prefix}/")}
+    return [r for r in range(world_size) if f"{prefix}/{layout.rank_manifest(r)}" not in there]
+
+
+async def find_commits(store: Store, run: str) -> list[tuple[Commit | None, str | None, int, str]]:
+    """(commit, problem, step, attempt) of every COMMIT.json of a run, newest step first.
+
+    A commit whose files are missing or have another size has a problem, and no reader should use it.
+    """
+    found: list[tuple[Commit | None, str | None, int, str]] = []
+    try:
+        objects = {info.key: info async for info in store.list(f"{layout.check_run(run)}/")}
+    except ObjectNotFound:
+        return []
+    for key, info in objects.items():
+        place = layout.parse_commit_key(key)
+        if place is None:
+            continue
+        step, attempt = place
+        try:
+            commit = await _read(store, info, run, step, attempt)
+        except CheckpointCorrupt as err:
+            found.append((None, err.message, step, attempt))
+            continue
+        prefix = layout.folder(run, step, attempt)
+        problems = [
+            f"{file.name} is missing or has another size"
+            for file in commit.files
+            if (there := objects.get(f"{prefix}/{file.name}")) is None or there.size_bytes != file.size_bytes
+        ]
+        found.append((commit, "; ".join(problems) or None, step, attempt))
+    return sorted(found, key=lambda item: (item[2], item[0].committed_at if item[0] else 0.0), reverse=True)
+
+
+async def _read(store: Store, info: ObjectInfo, run: str, step: int, attempt: str) -> Commit:
+    return layout.read_commit(await read_all(store, info), f"{store.url}/{info.key}", run, step, attempt)
+
+
+async def _manifest(store: Store, info: ObjectInfo) -> RankManifest:
+    try:
+        return msgspec.json.decode(await read_all(store, info), type=RankManifest)
+    except msgspec.MsgspecError as err:
+        raise CheckpointCorrupt(f"{store.url}/{info.key} cannot be read: {err}") from err

@@ -1,0 +1,131 @@
+"""A safetensors file laid out ahead, so that tensors are copied straight to their places in it.
+
+Format: https://huggingface.co/docs/safetensors (header length u64, JSON header, bytes without
+gaps). Written by hand because the library serialises into memory of its own; read with the library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from forebay.core.errors import CheckpointCorrupt, UnsupportedValue
+
+_ALIGN_BYTES = 64
+_DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+SKELETON = "forebay"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor goes: its bytes are [start, end) of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Container:
+    """`header` fills the file up to the first slot."""
+
+    header: bytes
+    slots: tuple[Slot, ...]
+    size_bytes: int
+
+    def fill(self, into: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy everything into `into` (uint8, at least size_bytes): the only copy of a save.
+
+        torch copies large tensors with its own threads, without the GIL.
+        """
+        into[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        for slot in self.slots:
+            if slot.start != slot.end:
+                place = into[slot.start : slot.end].view(slot.dtype).view(slot.shape)
+                place.copy_(tensors[slot.name])
+
+
+def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Container:
+    """Plan the file. Widest types first, so that every slot is aligned although there are no gaps."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise UnsupportedValue(f"tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot hold")
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    offset = 0
+    for name, tensor in ordered:
+        end = offset + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGN_BYTES)
+    header = len(text).to_bytes(8, "little") + text
+    slots = []
+    for name, tensor in ordered:
+        start, end = entries[name]["data_offsets"]
+        slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start + len(header), end + len(header)))
+    return Container(header, tuple(slots), len(header) + offset)
+
+
+class OpenContainer:
+    """A safetensors file by descriptor. Tensors are read on demand, each into memory of its own."""
+
+    def __init__(self, fd: int, where: str) -> None:
+        self._where = where
+        self._file: Any
+        try:
+            self._file = safe_open(Path(f"/proc/self/fd/{fd}"), framework="pt")
+        except (SafetensorError, OSError) as err:
+            raise CheckpointCorrupt(f"{where} is not a safetensors file: {err}") from err
+        self.metadata: dict[str, str] = self._file.metadata() or {}
+        self.names: list[str] = list(self._file.keys())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def dtype(self, name: str) -> torch.dtype:
+        spelled = self.slice(name).get_dtype()
+        return next(dtype for dtype, name in _DTYPES.items() if name == spelled)
+
+    def slice(self, name: str) -> Any:
+        """safetensors' slice: `get_shape()`, `get_dtype()`, indexing reads that part alone."""
+        return self._file.get_slice(name)
+
+    def skeleton(self) -> Any:
+        """The plain part of the state. Raises CheckpointCorrupt when Forebay did not write the file."""
+        if SKELETON not in self.metadata:
+            raise CheckpointCorrupt(
+                f"{self._where} holds bare tensors, no state",
+                hint="it was saved through torch.distributed.checkpoint: load it with ForebayReader",
+            )
+        return json.loads(self.metadata[SKELETON])

@@ -1,0 +1,112 @@
+"""Names and records of a checkpoint, the same on every tier.
+
+    <run>/step-000000100/<attempt>/rank-00000.safetensors
+                                   rank-00000.manifest.json
+                                   COMMIT.json               written last
+
+A name from outside (a message, a manifest) is checked here before it becomes a path (C8).
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from forebay.core.errors import CheckpointCorrupt, InvalidRequest
+
+COMMIT = "COMMIT.json"
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_ATTEMPT = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_FILE = re.compile(r"rank-\d{5}\.safetensors")
+_COMMIT_KEY = re.compile(r"(?:(?P<run>.+)/)?step-(?P<step>\d{9,})/(?P<attempt>[^/]+)/COMMIT\.json")
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """One file: `digest` is xxh3-128 of its bytes."""
+
+    name: str
+    size_bytes: int
+    digest: str
+
+
+class RankManifest(msgspec.Struct, frozen=True):
+    """Written beside a rank's file when that is whole on this tier."""
+
+    run: str
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    file: FileRecord
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """The checkpoint is complete. Nothing else makes it so."""
+
+    run: str
+    step: int
+    attempt: str
+    world_size: int
+    files: list[FileRecord]
+    committed_at: float
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+def check_run(run: str) -> str:
+    if not _RUN.fullmatch(run):
+        raise InvalidRequest(f"{run!r} is no name for a run", hint="letters, digits, `.`, `_`, `-`")
+    return run
+
+
+def check_attempt(attempt: str) -> str:
+    if not _ATTEMPT.fullmatch(attempt):
+        raise InvalidRequest(f"{attempt!r} is no attempt id")
+    return attempt
+
+
+def check_file(name: str) -> str:
+    if not _FILE.fullmatch(name):
+        raise InvalidRequest(f"{name!r} is no file of a checkpoint")
+    return name
+
+
+def folder(run: str, step: int, attempt: str) -> str:
+    if step < 0:
+        raise InvalidRequest(f"step {step} is negative")
+    return f"{check_run(run)}/step-{step:09d}/{check_attempt(attempt)}"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def rank_manifest(rank: int) -> str:
+    return f"rank-{rank:05d}.manifest.json"
+
+
+def parse_commit_key(key: str) -> tuple[int, str] | None:
+    """(step, attempt) of a COMMIT.json's key, None for other keys. Steps compare as numbers (F38)."""
+    found = _COMMIT_KEY.fullmatch(key)
+    return (int(found["step"]), found["attempt"]) if found else None
+
+
+def read_commit(data: bytes, where: str, run: str, step: int, attempt: str) -> Commit:
+    """Raises CheckpointCorrupt when it is not the record that its place says it is."""
+    try:
+        commit = msgspec.json.decode(data, type=Commit)
+    except msgspec.MsgspecError as err:
+        raise CheckpointCorrupt(f"{where} cannot be read: {err}") from err
+    names = [file.name for file in commit.files]
+    if (commit.run, commit.step, commit.attempt) != (run, step, attempt):
+        raise CheckpointCorrupt(f"{where} belongs to {commit.run} step {commit.step} {commit.attempt}")
+    if names != [rank_file(rank) for rank in range(commit.world_size)]:
+        raise CheckpointCorrupt(f"{where} lists {len(names)} files for {commit.world_size} ranks")
+    return commit
+
+
+def encode(record: RankManifest | Commit) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"

@@ -1,0 +1,112 @@
+"""An attempt's way: absorbed -> local -> durable -> committed."""
+
+from __future__ import annotations
+
+import os
+
+import anyio
+import structlog
+from anyio import to_thread
+from anyio.abc import TaskGroup
+
+from forebay.checkpointd.attempts import Attempt, Attempts
+from forebay.checkpointd.commit import missing_ranks, try_commit
+from forebay.checkpointd.retention import trim
+from forebay.checkpointd.spool import Spool
+from forebay.checkpointd.upload import upload
+from forebay.core import metrics
+from forebay.core.config import Settings
+from forebay.core.errors import ForebayError
+from forebay.tiers.filesystem import os_error
+from forebay.tiers.store import Store, open_store
+from forebay.tiers.transfer import retrying
+
+log = structlog.get_logger()
+
+# Ranks on other nodes say nothing to this daemon: upstream is looked at this often for them.
+_LOOK_AGAIN_S = 2.0
+
+
+class Pipeline:
+    """One task per attempt; all belong to the daemon's task group."""
+
+    def __init__(self, settings: Settings, attempts: Attempts, spool: Spool, tasks: TaskGroup) -> None:
+        self._settings = settings
+        self._attempts = attempts
+        self._spool = spool
+        self._tasks = tasks
+        self._stores: dict[str, Store] = {}
+        self._disk = anyio.CapacityLimiter(2)
+        self._trimming = anyio.Lock()
+
+    def upstream(self, url: str | None) -> Store:
+        """Where a checkpoint becomes durable; the spool itself when there is no other place."""
+        if url is None:
+            return self._spool.store
+        if url not in self._stores:
+            self._stores[url] = open_store(url, self._settings)
+        return self._stores[url]
+
+    def absorb(self, attempt: Attempt, arena_fd: int, generation: int) -> None:
+        """Takes over the descriptor."""
+        self._tasks.start_soon(self._from_memory, attempt, arena_fd, generation)
+
+    def resume(self) -> None:
+        """What reached the disk before the daemon died goes on from there."""
+        for attempt in self._attempts.open():
+            log.info("resuming", run=attempt.run, step=attempt.step, rank=attempt.rank, level=attempt.level)
+            self._tasks.start_soon(self._from_disk, attempt)
+
+    async def _from_memory(self, attempt: Attempt, arena_fd: int, generation: int) -> None:
+        try:
+            async with self._disk:
+                record = await to_thread.run_sync(self._spool.write, attempt, arena_fd, generation)
+        except OSError as err:
+            self._fail(attempt, os_error(err, self._spool.folder(attempt)))
+            return
+        except ForebayError as err:
+            self._fail(attempt, err)
+            return
+        finally:
+            os.close(arena_fd)
+        await self._from_disk(self._attempts.reached(attempt, "local", record.digest))
+
+    async def _from_disk(self, attempt: Attempt) -> None:
+        try:
+            store = self.upstream(attempt.upstream)
+            if attempt.level == "local":
+                if attempt.upstream is not None:
+                    await upload(store, attempt, self._spool.folder(attempt), self._settings.checkpoint)
+                attempt = self._attempts.reached(attempt, "durable")
+            await self._commit(store, attempt)
+        except ForebayError as err:
+            self._fail(attempt, err)
+        except OSError as err:
+            self._fail(attempt, os_error(err, self._spool.folder(attempt)))
+
+    async def _commit(self, store: Store, attempt: Attempt) -> None:
+        """Until all ranks are there; a rank that never comes ends the wait."""
+        with anyio.move_on_after(self._settings.checkpoint.upload_timeout_s):
+            while self._attempts.get(attempt.run, attempt.attempt, attempt.rank).open:
+                commit = await retrying(
+                    lambda: try_commit(store, attempt.run, attempt.step, attempt.attempt, attempt.world_size),
+                    self._settings.transfer.attempts,
+                )
+                if commit:
+                    await to_thread.run_sync(self._spool.write_commit, commit)
+                    self._attempts.reached(attempt, "committed")
+                    metrics.checkpoint_committed.inc()
+                    log.info("committed", run=attempt.run, step=attempt.step, rank=attempt.rank)
+                    async with self._trimming:
+                        keep = self._settings.checkpoint.keep_local
+                        await trim(self._spool, self._attempts, attempt.run, keep)
+                    return
+                await self._attempts.changed(_LOOK_AGAIN_S)
+            return
+        absent = await missing_ranks(store, attempt.run, attempt.step, attempt.attempt, attempt.world_size)
+        self._attempts.failed(attempt, f"not committed: rank(s) {absent} never became durable")
+
+    def _fail(self, attempt: Attempt, err: ForebayError) -> None:
+        log.error("checkpoint failed", run=attempt.run, step=attempt.step, rank=attempt.rank, error=str(err))
+        metrics.checkpoint_errors.labels(err.code).inc()
+        self._attempts.failed(attempt, str(err))

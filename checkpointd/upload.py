@@ -1,0 +1,78 @@
+"""A rank's file from the spool to upstream, verified, then its manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+from anyio import to_thread
+
+from forebay.checkpointd import layout
+from forebay.checkpointd.attempts import Attempt
+from forebay.checkpointd.layout import FileRecord, RankManifest
+from forebay.core.config import CheckpointSettings
+from forebay.core.errors import DigestMismatch, StoreUnreachable
+from forebay.tiers.digest import StreamDigest, md5_file, multipart_etag
+from forebay.tiers.store import ObjectInfo, Store
+from forebay.tiers.transfer import retrying
+
+# Together with the jittered waits this outlasts upload_timeout_s, which is the real limit.
+_MANY = 1_000_000
+_READ_BACK_BYTES = 16 << 20
+
+
+async def upload(store: Store, attempt: Attempt, folder: Path, policy: CheckpointSettings) -> None:
+    """Until upstream holds the file and says so. Tried again through outages, up to upload_timeout_s.
+
+    Raises StoreError kinds, DigestMismatch, StoreUnreachable at the time limit.
+    """
+    assert attempt.digest is not None
+    record = FileRecord(layout.rank_file(attempt.rank), attempt.size_bytes, attempt.digest)
+    prefix = layout.folder(attempt.run, attempt.step, attempt.attempt)
+
+    async def file() -> None:
+        key = f"{prefix}/{record.name}"
+        info = await store.put_file(key, folder / record.name, part_bytes=policy.part_bytes)
+        await _verify(store, info, folder / record.name, record, policy.part_bytes)
+
+    async def manifest() -> None:
+        entry = RankManifest(
+            attempt.run, attempt.step, attempt.attempt, attempt.rank, attempt.world_size, record
+        )
+        await store.put(f"{prefix}/{layout.rank_manifest(attempt.rank)}", layout.encode(entry))
+
+    with anyio.move_on_after(policy.upload_timeout_s) as limit:
+        await retrying(file, _MANY)
+        await retrying(manifest, _MANY)
+    if limit.cancelled_caught:
+        raise StoreUnreachable(
+            f"{store.url} did not take {record.name} within {policy.upload_timeout_s:g} s",
+            hint="it stays in the spool; the next start of checkpointd tries again",
+        )
+
+
+async def _verify(store: Store, put: ObjectInfo, local: Path, record: FileRecord, part_bytes: int) -> None:
+    """Size and checksum as the store has them; read back when it names none that can be compared."""
+    there = await store.head(put.key)
+    if there.size_bytes != record.size_bytes:
+        raise DigestMismatch(
+            f"{store.url}/{put.key} has {there.size_bytes} bytes upstream, {record.size_bytes} were sent"
+        )
+    if there.md5 is not None:
+        if there.md5 != await to_thread.run_sync(md5_file, local):
+            raise DigestMismatch(f"{store.url}/{put.key} has another MD5 than what was sent")
+        return
+    etag = there.version.strip('"')
+    if "-" in etag and etag == await to_thread.run_sync(multipart_etag, local, part_bytes):
+        return
+    if await read_digest(store, there) != record.digest:
+        raise DigestMismatch(f"{store.url}/{put.key} reads back with another digest than what was sent")
+
+
+async def read_digest(store: Store, info: ObjectInfo) -> str:
+    """xxh3-128 of an object, read in ranges."""
+    digest = StreamDigest(with_md5=False)
+    for start in range(0, info.size_bytes, _READ_BACK_BYTES):
+        end = min(start + _READ_BACK_BYTES, info.size_bytes)
+        digest.update(await store.read(info, start, end))
+    return digest.xxh3
