@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Every face for people and programs: the command line, REST, and `forebay up`."""

@@ -1,0 +1,160 @@
+"""`forebay serve` and `forebay up`: the processes of a node."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import structlog
+import uvicorn
+from anyio.abc import Process
+
+from forebay.api.app import create_app
+from forebay.core import service
+from forebay.core.config import Settings
+from forebay.core.errors import ConfigError
+
+log = structlog.get_logger()
+
+Part = Literal["stager", "checkpoint", "api"]
+PARTS: tuple[Part, ...] = ("stager", "checkpoint", "api")
+
+_START_S = 30.0
+_STOP_S = 10.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+_STEADY_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(part: Part, settings: Settings) -> None:
+    """Run one daemon in this process until a signal ends it."""
+    service.run(f"forebay-{part}", lambda: _main(part)(settings))
+
+
+def _main(part: Part) -> Callable[[Settings], Awaitable[None]]:
+    # Imported here: a daemon loads its own code only.
+    if part == "stager":
+        from forebay.stager.daemon import main
+
+        return main
+    if part == "checkpoint":
+        from forebay.checkpointd.daemon import main
+
+        return main
+    return _serve_api
+
+
+class _Server(uvicorn.Server):
+    """uvicorn under our own life cycle: signals are core.service's, readiness is told."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        await super().startup()
+        if self.started:
+            service.notify("READY=1")
+
+
+async def _serve_api(settings: Settings) -> None:
+    host = settings.api.host
+    if not ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback:
+        raise ConfigError(
+            f"api.host is {host}: without a token the API answers on loopback only",
+            hint="this version knows no tokens; put an authenticating proxy in front of 127.0.0.1",
+        )
+    config = uvicorn.Config(
+        create_app(settings), host=host, port=settings.api.port, log_level="warning", lifespan="off"
+    )
+    server = _Server(config)
+    with contextlib.suppress(SystemExit):
+        await server.serve()
+    if not server.started:
+        raise ConfigError(f"the API cannot listen on {host}:{settings.api.port}", hint="set api.port")
+
+
+def end_with_parent() -> None:
+    """SIGTERM for this process when its parent dies, however it dies (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == 1:
+        raise SystemExit(0)
+
+
+async def up(ready: Callable[[], None]) -> None:
+    """All three under this process; one that dies is started again. `ready` is called once."""
+    with tempfile.TemporaryDirectory(prefix="forebay-up-") as folder:
+        async with anyio.create_task_group() as tasks:
+            for part in PARTS:
+                await tasks.start(_keep, part, Path(folder))
+            ready()
+
+
+async def _keep(part: Part, folder: Path, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    """Start, wait, start again: with a growing pause while it keeps dying at once."""
+    address = folder / part
+    pause_s = _FIRST_PAUSE_S
+    announced = False
+    async with await anyio.create_unix_datagram_socket(local_path=address) as inbox:
+        while True:
+            began_at = anyio.current_time()
+            process = await anyio.open_process(
+                [sys.executable, "-m", "forebay.api.cli", "serve", part, "--with-parent"],
+                stdin=None,
+                stdout=None,
+                stderr=None,
+                env={**os.environ, "NOTIFY_SOCKET": str(address)},
+            )
+            try:
+                if not announced:
+                    await _started(part, process, inbox)
+                    task_status.started()
+                    announced = True
+                await process.wait()
+            except BaseException:
+                await _stop(process)
+                raise
+            log.warning("a daemon ended, starting it again", part=part, status=process.returncode)
+            pause_s = (
+                _FIRST_PAUSE_S
+                if anyio.current_time() - began_at > _STEADY_S
+                else min(2 * pause_s, _LONGEST_PAUSE_S)
+            )
+            await anyio.sleep(pause_s)
+
+
+async def _started(part: Part, process: Process, inbox: anyio.abc.UNIXDatagramSocket) -> None:
+    """Wait for READY=1. Raises ConfigError when the process ends first."""
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            status = await process.wait()
+            raise ConfigError(
+                f"forebay {part} did not start (exit status {status})", hint="its own message is above"
+            )
+
+        tasks.start_soon(watch)
+        with anyio.fail_after(_START_S):
+            await inbox.receive()
+        tasks.cancel_scope.cancel()
+
+
+async def _stop(process: Process) -> None:
+    with anyio.CancelScope(shield=True):
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        with anyio.move_on_after(_STOP_S):
+            await process.wait()
+            return
+        process.kill()
+        await process.wait()
