@@ -77,11 +77,13 @@ class Attempts:
             request.upstream, "absorbed", size_bytes, absorbed_at=time.time(),
         )  # fmt: skip
         columns = msgspec.structs.astuple(attempt)
-        self._journal.run(
-            f"INSERT OR REPLACE INTO attempts ({', '.join(Attempt.__struct_fields__)}) "
-            f"VALUES ({', '.join('?' * len(columns))})",
-            *columns,
-        )
+        # The snapshot itself is only in memory yet: the trainer must not wait for a disk here.
+        with self._journal.relaxed():
+            self._journal.run(
+                f"INSERT OR REPLACE INTO attempts ({', '.join(Attempt.__struct_fields__)}) "
+                f"VALUES ({', '.join('?' * len(columns))})",
+                *columns,
+            )
         self._gauge()
         return attempt
 

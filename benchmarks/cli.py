@@ -1,0 +1,45 @@
+"""`forebay bench`: measure, print, and keep as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Measure Forebay beside its peers, on this machine.", no_args_is_help=True)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+Seed = Annotated[int, typer.Option(help="Seed of the data.")]
+
+
+@app.command()
+def checkpoint(json: JsonFile = None, tensors: int = 32, tensor_mib: int = 32) -> None:
+    """Blocked time of a save, against a plain copy and dcp.async_save."""
+    from forebay.benchmarks.checkpoint import bench
+
+    bench(tensors, tensor_mib << 20).publish(json)
+
+
+@app.command()
+def loader(
+    json: JsonFile = None,
+    shards: int = 16,
+    samples: int = 256,
+    sample_bytes: int = 100_000,
+    batch_size: int = 64,
+    workers: int = 2,
+    seed: Seed = 0,
+) -> None:
+    """Samples per second from staged tars, beside webdataset."""
+    from forebay.benchmarks.loader import bench
+
+    bench(shards, samples, sample_bytes, batch_size, workers, seed).publish(json)
+
+
+@app.command()
+def staging(json: JsonFile = None, objects: int = 128, object_mib: int = 4, seed: Seed = 0) -> None:
+    """Throughput from S3 to NVMe, beside s5cmd."""
+    from forebay.benchmarks.staging import bench
+
+    bench(objects, object_mib << 20, seed).publish(json)

@@ -1,0 +1,67 @@
+"""What a bench prints and writes: one shape for all (DESIGN, section 9)."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+
+class Case(msgspec.Struct):
+    case: str
+    figures: dict[str, float]
+    peers: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    note: str = ""
+
+
+class Host(msgspec.Struct):
+    cores: int
+    memory_bytes: int
+    kernel: str
+    fs: str
+
+
+class Report(msgspec.Struct):
+    """`figures` holds the headline keys; where there are several cases, of the worst one."""
+
+    bench: str
+    figures: dict[str, float]
+    cases: list[Case]
+    seed: int = 0
+    version: str = msgspec.field(default_factory=lambda: version("forebay"))
+    at: str = msgspec.field(
+        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    )
+    host: Host = msgspec.field(default_factory=lambda: _host())
+
+    def publish(self, path: Path | None) -> None:
+        """A table on stdout, JSON in the file."""
+        table = Table("FIGURE", "VALUE", title=f"forebay bench {self.bench}", title_justify="left", box=None)
+        for key, value in self.figures.items():
+            table.add_row(key, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}")
+        Console().print(table)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+
+def _host() -> Host:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Host(os.cpu_count() or 1, memory_bytes, platform.release(), _file_system(Path.cwd()))
+
+
+def _file_system(path: Path) -> str:
+    """The type of the mount that `path` is on (proc(5), mountinfo)."""
+    best, kind = "", "unknown"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        mount = fields.split()[4]
+        if len(mount) >= len(best) and (path == Path(mount) or Path(mount) in path.parents):
+            best, kind = mount, rest.split()[0]
+    return kind
