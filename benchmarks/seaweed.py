@@ -79,7 +79,7 @@ def running_server(bucket: str = "forebay") -> Iterator[S3Server]:
     """Start, make the bucket, yield, end. Raises StoreUnreachable when it does not come up."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-s3-")))
-        server = S3Server(f"http://127.0.0.1:{_free_ports(1)[0]}", "forebay-demo", "not-a-secret", bucket)
+        server = S3Server(f"http://127.0.0.1:{free_ports(1)[0]}", "forebay-demo", "not-a-secret", bucket)
         process = _start(folder, server)
         stack.callback(_stop, process)
         _wait(process, server, folder / "log")
@@ -91,7 +91,7 @@ def _start(folder: Path, server: S3Server) -> subprocess.Popen[bytes]:
     identity = {"name": "forebay", "credentials": [credentials], "actions": ["Admin"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
     (folder / "data").mkdir()
-    ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+    ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
     ports["s3.port"] = int(server.endpoint.rpartition(":")[2])
     return subprocess.Popen(
         [
@@ -141,7 +141,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody holds at this moment, all different."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -19,7 +19,13 @@ from forebay.checkpointd.attempts import Attempt
 from forebay.checkpointd.layout import FileRecord, RankManifest
 from forebay.core.errors import CheckpointCorrupt
 from forebay.tiers.digest import StreamDigest
-from forebay.tiers.filesystem import OWN_TEMPORARY, TEMPORARY, FilesystemStore, sync_directory
+from forebay.tiers.filesystem import (
+    OWN_TEMPORARY,
+    TEMPORARY,
+    FilesystemStore,
+    sync_directory,
+    temporary_beside,
+)
 
 log = structlog.get_logger()
 
@@ -46,7 +52,7 @@ class Spool:
             if parent == self.root:
                 break
         name = layout.rank_file(attempt.rank)
-        temporary = folder / f"{OWN_TEMPORARY}{name}"
+        temporary = temporary_beside(folder / name)
         try:
             with temporary.open("xb", buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, attempt.size_bytes)
@@ -121,7 +127,7 @@ def _copy(source: int, target: int, size_bytes: int) -> str:
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{OWN_TEMPORARY}{path.name}")
+    temporary = temporary_beside(path)
     try:
         with temporary.open("wb", buffering=0) as file:
             file.write(data)

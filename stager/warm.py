@@ -7,7 +7,6 @@ is written first. A warm tier that fails is a miss: it is said once, and cold se
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 
 import structlog
@@ -17,7 +16,7 @@ from forebay.core.config import TransferSettings
 from forebay.core.errors import ForebayError
 from forebay.stager.manifest import Shard
 from forebay.tiers.budget import ByteBudget
-from forebay.tiers.filesystem import OWN_TEMPORARY, FilesystemStore
+from forebay.tiers.filesystem import FilesystemStore, temporary_beside
 from forebay.tiers.transfer import Fetched, fetch
 
 log = structlog.get_logger()
@@ -68,7 +67,7 @@ class WarmTier:
 
 def _copy(fetched: Fetched, final: Path) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f"{OWN_TEMPORARY}{secrets.token_hex(8)}")
+    temporary = temporary_beside(final)
     try:
         with fetched.path.open("rb") as source, temporary.open("xb") as target:
             while os.sendfile(target.fileno(), source.fileno(), None, 16 << 20):

@@ -121,7 +121,7 @@ def _read(path: Path, info: ObjectInfo, start: int, end: int) -> memoryview:
 def _publish(key: str, path: Path, write: Callable[[int], None], if_absent: bool) -> ObjectInfo:
     """Write to a temporary name, fsync, then make it visible; fsync the directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{OWN_TEMPORARY}{secrets.token_hex(8)}")
+    temporary = temporary_beside(path)
     target = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
     try:
         try:
@@ -138,6 +138,11 @@ def _publish(key: str, path: Path, write: Callable[[int], None], if_absent: bool
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
     return info
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name on the same file system that nobody else uses, recognised as ours by a later sweep."""
+    return path.with_name(f"{OWN_TEMPORARY}{secrets.token_hex(8)}")
 
 
 def sync_directory(path: Path) -> None:

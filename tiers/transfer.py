@@ -8,7 +8,6 @@ digests fit is the file renamed to its final name; whatever else happens, the te
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from forebay.core.config import TransferSettings
 from forebay.core.errors import DigestMismatch, ObjectChanged, ShortBody, StoreBusy, StoreUnreachable
 from forebay.tiers.budget import ByteBudget
 from forebay.tiers.digest import StreamDigest
-from forebay.tiers.filesystem import OWN_TEMPORARY, os_error
+from forebay.tiers.filesystem import os_error, temporary_beside
 from forebay.tiers.store import ObjectInfo, Store
 
 log = structlog.get_logger()
@@ -88,7 +87,7 @@ async def fetch(
 async def _fetch_once(
     store: Store, info: ObjectInfo, final: Path, policy: TransferSettings, budget: ByteBudget
 ) -> Fetched:
-    temporary = final.with_name(f"{OWN_TEMPORARY}{secrets.token_hex(8)}")
+    temporary = temporary_beside(final)
     try:
         if info.size_bytes <= policy.whole_bytes:
             return await _fetch_whole(store, info, temporary, final, policy, budget)
