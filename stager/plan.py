@@ -18,7 +18,7 @@ NEVER = math.inf
 
 @dataclass
 class Plan:
-    """Shards in order of use; `position` is the first entry not yet asked for."""
+    """Shards in order of use; `position` is the entry asked for last: the ones before are past."""
 
     dataset_id: str
     shards: Sequence[Shard]
@@ -34,8 +34,11 @@ class Plan:
         self._bytes_before = list(itertools.accumulate((s.size_bytes for s in self.shards), initial=0))
 
     def advance(self, asked_for: int) -> None:
-        """A shard was asked for: everything up to it is in the past."""
-        self.position = max(self.position, min(asked_for + 1, len(self.shards)))
+        """An entry is being asked for: what lies before it is past, it is itself the next use.
+
+        Not yet past: between this word and the lease it would look like the best victim of all.
+        """
+        self.position = max(self.position, min(asked_for, len(self.shards)))
 
     def next_use_bytes(self, object_id: str) -> float:
         """Bytes until that object is used (again), NEVER when it is not."""

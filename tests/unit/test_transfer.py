@@ -1,0 +1,184 @@
+"""Transfers: nothing is visible before it is whole and right (S3, S8, F7, F23, F25, F27)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.core.config import TransferSettings
+from forebay.core.errors import (
+    DigestMismatch,
+    DiskFull,
+    ForebayError,
+    InvalidRequest,
+    ObjectChanged,
+    ShortBody,
+    StoreUnreachable,
+)
+from forebay.tiers import transfer
+from forebay.tiers.budget import ByteBudget
+from forebay.tiers.digest import digest_bytes
+from forebay.tiers.filesystem import FilesystemStore
+from forebay.tiers.store import ObjectInfo, check_key, md5_of_etag
+from forebay.tiers.transfer import Fetched, fetch
+
+
+class FaultyStore(FilesystemStore):
+    """A real store whose reads go wrong as told: one fault per read, then well."""
+
+    def __init__(self, root: Path, faults: list[object]) -> None:
+        super().__init__(root)
+        self.faults = faults
+        self.reads = 0
+
+    async def read(self, info: ObjectInfo, start: int, end: int) -> memoryview:
+        self.reads += 1
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, ForebayError):
+            raise fault
+        body = await super().read(info, start, end)
+        if fault == "flip":
+            body[len(body) // 2] ^= 1
+        return body
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(transfer, "_LONGEST_WAIT_S", 0.002)
+
+
+def settings_of(**kwargs: int) -> TransferSettings:
+    return TransferSettings(**{"range_bytes": 1000, "whole_bytes": 2000, "inflight_bytes": 5000, **kwargs})
+
+
+def bring(store: FaultyStore, data: bytes, folder: Path, *, md5: bool = True, attempts: int = 4) -> Fetched:
+    async def main() -> Fetched:
+        info = await store.put("a/b", data)
+        known = ObjectInfo(
+            info.key, info.size_bytes, info.version, hashlib.md5(data).hexdigest() if md5 else None
+        )
+        policy = settings_of(attempts=attempts)
+        return await fetch(store, known, folder / "hot/x", policy, ByteBudget(policy.inflight_bytes))
+
+    return anyio.run(main)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1999, 2000, 2001, 3000, 12_345])
+def test_bytes_and_digests_fit_for_whole_and_ranged(size: int, tmp_path: Path):
+    data = os.urandom(size)
+    found = bring(FaultyStore(tmp_path / "s", []), data, tmp_path)
+    assert found.path.read_bytes() == data and found.digest == digest_bytes(data)
+    assert found.blocks_bytes >= size
+    assert os.listdir(tmp_path / "hot") == ["x"]
+
+
+@pytest.mark.parametrize("size", [1500, 9000])
+@pytest.mark.parametrize("fault", [ShortBody("short"), StoreUnreachable("gone"), "flip"])
+def test_a_passing_fault_is_tried_again(size: int, fault: object, tmp_path: Path):
+    data = os.urandom(size)
+    assert bring(FaultyStore(tmp_path / "s", [fault]), data, tmp_path).path.read_bytes() == data
+
+
+@pytest.mark.parametrize("size", [1500, 9000])
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [(ShortBody("short"), ShortBody), (ObjectChanged("new"), ObjectChanged), ("flip", DigestMismatch)],
+)
+def test_a_lasting_fault_is_an_error_and_leaves_nothing(
+    size: int, fault: object, raised: type, tmp_path: Path
+):
+    """F23: bad bytes are never at a path that a client can open."""
+    store = FaultyStore(tmp_path / "s", [fault] * 500)
+    with pytest.raises(raised):
+        bring(store, os.urandom(size), tmp_path)
+    assert list(tmp_path.glob("hot/*")) == []
+
+
+def test_the_error_names_expected_and_found(tmp_path: Path):
+    data = os.urandom(100)
+    with pytest.raises(DigestMismatch, match=hashlib.md5(data).hexdigest()):
+        bring(FaultyStore(tmp_path / "s", ["flip"] * 9), data, tmp_path)
+
+
+def test_a_changed_object_is_not_tried_again(tmp_path: Path):
+    """F27: a new version restarts at the listing, it is never spliced."""
+    store = FaultyStore(tmp_path / "s", [ObjectChanged("new")])
+    with pytest.raises(ObjectChanged):
+        bring(store, os.urandom(100), tmp_path)
+    assert store.reads == 1
+
+
+def test_a_file_replaced_since_its_listing_is_noticed(tmp_path: Path):
+    async def main() -> None:
+        store = FilesystemStore(tmp_path / "s")
+        info = await store.put("k", b"old!")
+        await store.put("k", b"new!")
+        with pytest.raises(ObjectChanged):
+            await store.read(info, 0, 4)
+
+    anyio.run(main)
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(fd: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskFull, match="no space left"):
+        bring(FaultyStore(tmp_path / "s", []), os.urandom(9000), tmp_path)
+    assert list(tmp_path.glob("hot/*")) == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 8000), min_size=1, max_size=20))
+def test_the_budget_of_bytes_holds(sizes):
+    """F30: one budget, no pools inside pools; larger ones get through alone."""
+    budget = ByteBudget(5000)
+    most = 0
+
+    async def take(size: int) -> None:
+        nonlocal most
+        async with budget.take(size):
+            most = max(most, budget.taken_bytes if size <= 5000 else 0)
+            await anyio.lowlevel.checkpoint()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for size in sizes:
+                tasks.start_soon(take, size)
+
+    anyio.run(main)
+    assert most <= 5000 and budget.taken_bytes == 0
+
+
+@pytest.mark.parametrize("key", ["../x", "a/../b", "/abs", "", "a\0b", "./a"])
+def test_names_that_could_leave_the_store_are_refused(key: str):
+    with pytest.raises(InvalidRequest):
+        check_key(key)
+
+
+def test_a_multipart_etag_is_no_md5():
+    assert md5_of_etag('"5d41402abc4b2a76b9719d911017c592"') == "5d41402abc4b2a76b9719d911017c592"
+    assert md5_of_etag('"7c2227282e63eac27ac533a2c054698f-3"') is None
+    assert md5_of_etag(None) is None
+
+
+def test_puts_are_atomic_and_conditional(tmp_path: Path):
+    from forebay.core.errors import AlreadyExists
+
+    async def main() -> None:
+        store = FilesystemStore(tmp_path)
+        await store.put("d/a", b"1", if_absent=True)
+        with pytest.raises(AlreadyExists):
+            await store.put("d/a", b"2", if_absent=True)
+        assert (tmp_path / "d/a").read_bytes() == b"1"
+        assert os.listdir(tmp_path / "d") == ["a"]
+
+    anyio.run(main)
