@@ -11,7 +11,7 @@ import typer
 from forebay.api import checkpoints, render, staging
 from forebay.core import service
 from forebay.core.config import Settings
-from forebay.core.errors import ForebayError
+from forebay.core.errors import ForebayError, root_cause
 
 app = typer.Typer(
     help="Forebay: datasets to every rank, checkpoints to safety.",
@@ -103,19 +103,13 @@ def _add_plugins() -> None:
             app.command(found.name)(loaded)
 
 
-def _first(err: BaseException) -> BaseException:
-    while isinstance(err, BaseExceptionGroup):
-        err = err.exceptions[0]
-    return err
-
-
 def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in ("bench", "demo", "--help"):
         _add_plugins()
     try:
         app()
     except (ForebayError, BaseExceptionGroup) as err:
-        cause = _first(err)
+        cause = root_cause(err)
         if not isinstance(cause, ForebayError):
             raise
         render.err.print(f"forebay: {cause}", style="red", markup=False)

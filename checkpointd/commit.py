@@ -8,7 +8,7 @@ import msgspec
 
 from forebay.checkpointd import layout
 from forebay.checkpointd.layout import Commit, RankManifest
-from forebay.core.errors import AlreadyExists, CheckpointCorrupt, ObjectNotFound
+from forebay.core.errors import AlreadyExists, CheckpointCorrupt, ObjectChanged, ObjectNotFound
 from forebay.tiers.store import ObjectInfo, Store
 
 
@@ -71,6 +71,9 @@ async def find_commits(store: Store, run: str) -> list[tuple[Commit | None, str 
         step, attempt = place
         try:
             commit = await _read(store, info, run, step, attempt)
+        except (ObjectNotFound, ObjectChanged):
+            # Retention took it between the listing and the look.
+            continue
         except CheckpointCorrupt as err:
             found.append((None, err.message, step, attempt))
             continue

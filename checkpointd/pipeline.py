@@ -37,7 +37,8 @@ class Pipeline:
         self._tasks = tasks
         self._stores: dict[str, Store] = {}
         self._disk = anyio.CapacityLimiter(2)
-        self._trimming = anyio.Lock()
+        # Retention and restore exclude each other: what is being read is not removed (C5).
+        self.reading = anyio.Lock()
 
     def upstream(self, url: str | None) -> Store:
         """Where a checkpoint becomes durable; the spool itself when there is no other place."""
@@ -97,7 +98,7 @@ class Pipeline:
                     self._attempts.reached(attempt, "committed")
                     metrics.checkpoint_committed.inc()
                     log.info("committed", run=attempt.run, step=attempt.step, rank=attempt.rank)
-                    async with self._trimming:
+                    async with self.reading:
                         keep = self._settings.checkpoint.keep_local
                         await trim(self._spool, self._attempts, attempt.run, keep)
                     return

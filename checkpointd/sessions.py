@@ -100,9 +100,10 @@ class CheckpointSessions:
 
     async def _open_checkpoint(self, request: OpenCheckpoint) -> Reply:
         upstream = self._pipeline.upstream(request.upstream)
-        opened = await restore.open_checkpoint(
-            self._spool, upstream, request.run, self._settings, request.step, request.attempt
-        )
+        async with self._pipeline.reading:
+            opened = await restore.open_checkpoint(
+                self._spool, upstream, request.run, self._settings, request.step, request.attempt
+            )
         return opened, ()
 
     async def _open_file(self, request: OpenFile) -> Reply:

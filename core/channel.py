@@ -24,7 +24,14 @@ import structlog
 from anyio.abc import UNIXSocketStream
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from forebay.core.errors import AlreadyRunning, DaemonUnavailable, ForebayError, ProtocolError, WaitTimeout
+from forebay.core.errors import (
+    AlreadyRunning,
+    DaemonUnavailable,
+    ForebayError,
+    ProtocolError,
+    WaitTimeout,
+    root_cause,
+)
 from forebay.core.protocol import VERSION, Failure, Hello, Message, Welcome, decode, encode
 
 log = structlog.get_logger()
@@ -85,7 +92,7 @@ async def serve(
             except* _HUNG_UP:
                 pass
             except* ProtocolError as errors:
-                log.warning("connection refused", reason=str(errors.exceptions[0]))
+                log.warning("connection refused", reason=str(root_cause(errors)))
             except* Exception:
                 # A fault in one request ends that session, not everybody's daemon.
                 log.exception("session failed")

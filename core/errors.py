@@ -221,6 +221,13 @@ class UnsupportedValue(CheckpointError):
     code, status = "unsupported_value", 422
 
 
+def root_cause(err: BaseException) -> BaseException:
+    """The first error inside nested groups: of several tasks that failed, one says it best."""
+    while isinstance(err, BaseExceptionGroup):
+        err = err.exceptions[0]
+    return err
+
+
 def _tree(cls: type[ForebayError]) -> dict[str, type[ForebayError]]:
     found = {cls.code: cls}
     for sub in cls.__subclasses__():

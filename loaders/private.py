@@ -15,24 +15,41 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
+from forebay.core.channel import Channel
 from forebay.core.config import Settings
 from forebay.core.errors import DaemonUnavailable
 
 log = logging.getLogger("forebay.loaders")
 
 _START_S = 30.0
+_PAUSE_S = 0.1
 _lock = threading.Lock()
 _children: dict[Path, subprocess.Popen[bytes]] = {}
 _temporary_home: Path | None = None
+_said: set[Path] = set()
 
 
-def private_socket(cache_dir: Path | None) -> Path:
-    """The socket of a stagerd on `cache_dir` (or a temporary directory), started if need be.
+def connect_private(cache_dir: Path | None) -> Channel:
+    """A connection to a stagerd on `cache_dir` (or a temporary directory), started if need be.
 
-    Several processes that name one directory share its stagerd. Raises DaemonUnavailable.
+    Several processes that name one directory share its stagerd: who comes second waits until the
+    first one's answers. Raises DaemonUnavailable.
     """
+    deadline = time.monotonic() + _START_S
+    while True:
+        path = _private_socket(cache_dir)
+        try:
+            return Channel.connect(path, "loader")
+        except DaemonUnavailable:
+            if time.monotonic() > deadline:
+                raise
+            threading.Event().wait(_PAUSE_S)
+
+
+def _private_socket(cache_dir: Path | None) -> Path:
     global _temporary_home
     with _lock:
         if cache_dir is None and _temporary_home is None:
@@ -41,15 +58,19 @@ def private_socket(cache_dir: Path | None) -> Path:
         assert home is not None
         child = _children.get(home)
         if child is None or child.poll() is not None:
-            log.warning(
-                "no stagerd here: starting a private one on %s%s; `forebay up` starts a shared one",
-                home,
-                "" if cache_dir else ", which is removed at exit",
-            )
+            _say_once(home, "" if cache_dir else ", which is removed at exit")
             child = _start(home, temporary=cache_dir is None)
             if child is not None:
                 _children[home] = child
         return Settings.load(home=home).stager_socket
+
+
+def _say_once(home: Path, fate: str) -> None:
+    if home not in _said:
+        _said.add(home)
+        log.warning(
+            "no stagerd here: starting a private one on %s%s; `forebay up` starts a shared one", home, fate
+        )
 
 
 def _start(home: Path, *, temporary: bool) -> subprocess.Popen[bytes] | None:

@@ -41,7 +41,7 @@ from forebay.core.protocol import (
 )
 from forebay.loaders.formats import Format
 from forebay.loaders.index import ShardIndex
-from forebay.loaders.private import private_socket
+from forebay.loaders.private import connect_private
 
 log = logging.getLogger("forebay.loaders")
 M = TypeVar("M", bound=Message)
@@ -166,7 +166,7 @@ class StagerSession:
         try:
             return Channel.connect(self._settings.stager_socket, "loader")
         except DaemonUnavailable:
-            return Channel.connect(private_socket(self._cache_dir), "loader")
+            return connect_private(self._cache_dir)
 
     def _request(self, message: Message, expect: type[M], timeout_s: float = 120.0) -> tuple[M, list[int]]:
         return self._retrying(lambda: self._channel.request(message, expect=expect, timeout_s=timeout_s))

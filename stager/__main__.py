@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 
 from forebay.core.config import Settings
-from forebay.core.errors import AlreadyRunning
+from forebay.core.errors import AlreadyRunning, root_cause
 from forebay.core.service import run
 from forebay.stager.daemon import main as serve
 
@@ -40,7 +40,7 @@ def main() -> None:
         run("stagerd", lambda: until_parent_ends(settings))
     except* AlreadyRunning as errors:
         # Another rank was first with this cache directory: its stagerd serves both.
-        print(errors.exceptions[0], file=sys.stderr)
+        print(root_cause(errors), file=sys.stderr)
     finally:
         if args.temporary:
             shutil.rmtree(args.home, ignore_errors=True)

@@ -170,7 +170,8 @@ class HotTier:
         """Who holds what, for the error of somebody who found no room."""
         return (
             f"capacity {format_bytes(self.capacity_bytes)}, staged {format_bytes(self.held_bytes)} "
-            f"of which in use {format_bytes(self.leased_bytes)} in {len(self._leases)} shards, "
+            f"of which in use {format_bytes(self.leased_bytes)} "
+            f"in {len(self._leases.keys() & self._held.keys())} shards, "
             f"being fetched {format_bytes(self.reserved_bytes)}"
         )
 

@@ -20,7 +20,14 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from tenacity.wait import wait_random_exponential
 
 from forebay.core.config import TransferSettings
-from forebay.core.errors import DigestMismatch, ObjectChanged, ShortBody, StoreBusy, StoreUnreachable
+from forebay.core.errors import (
+    DigestMismatch,
+    ObjectChanged,
+    ShortBody,
+    StoreBusy,
+    StoreUnreachable,
+    root_cause,
+)
 from forebay.tiers.budget import ByteBudget
 from forebay.tiers.digest import StreamDigest
 from forebay.tiers.filesystem import os_error, temporary_beside
@@ -137,7 +144,7 @@ async def _fetch_ranges(
                 for start in range(0, info.size_bytes, policy.range_bytes):
                     tasks.start_soon(one, start)
         except* (StoreUnreachable, StoreBusy, ShortBody, ObjectChanged, OSError) as errors:
-            raise _first(errors) from None
+            raise root_cause(errors) from None
         _check(store, info, hasher.digest)
         return await to_thread.run_sync(_publish, fd, temporary, final, hasher.digest)
     finally:
@@ -196,11 +203,3 @@ def _publish(fd: int, temporary: Path, final: Path, digest: StreamDigest) -> Fet
     stat = os.fstat(fd)
     temporary.rename(final)
     return Fetched(final, digest.size_bytes, stat.st_blocks * 512, digest.xxh3)
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One error for the caller: of several ranges that failed, the first says it best."""
-    err: BaseException = errors
-    while isinstance(err, BaseExceptionGroup):
-        err = err.exceptions[0]
-    return err

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forebay.benchmarks.demo.story import Outcome, run
+from forebay.benchmarks.demo.job import Outcome
 from forebay.core.units import format_bytes
 
 
@@ -20,6 +20,9 @@ def demo(
     keep: Annotated[Path | None, typer.Option(help="Keep logs and tiers in this new folder.")] = None,
 ) -> None:
     """Train on real data through all of Forebay, with kill -9 in the middle; prove the outcome."""
+    # Imported here: `forebay --help` need not load torch and scikit-learn.
+    from forebay.benchmarks.demo.story import run
+
     console = Console(stderr=True)
 
     def say(text: str) -> None:

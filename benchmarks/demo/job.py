@@ -50,6 +50,29 @@ class Result(msgspec.Struct, frozen=True):
     weights_digest: str
 
 
+class Outcome(msgspec.Struct):
+    """The demo's figures; the keys of its JSON."""
+
+    accuracy: float
+    epochs: int
+    steps: int
+    ranks: int
+    dataset_bytes: int
+    hot_capacity_bytes: int
+    cold_bytes_fetched: int
+    fetches: int
+    evictions: int
+    killed_at_step: int
+    resumed_from_step: int
+    batches_identical_to_uninterrupted_run: bool
+    samples_lost: int
+    samples_repeated: int
+    checkpoint_blocked_ms_p50: float
+    checkpoints_committed: int
+    stock_torch_can_read: bool
+    wall_s: float
+
+
 def read_log(path: Path) -> list[Step]:
     """Lines of a log; a last one cut short by SIGKILL is no step."""
     lines = path.read_bytes().split(b"\n")

@@ -17,7 +17,7 @@ import msgspec
 import obstore
 
 from forebay.benchmarks.demo.digits import upload_shards
-from forebay.benchmarks.demo.job import Job, Result, read_log
+from forebay.benchmarks.demo.job import Job, Outcome, Result, read_log
 from forebay.benchmarks.demo.proof import Logs, before, blocked_ms_p50, global_batches, lost_and_repeated
 from forebay.benchmarks.seaweed import S3Server, free_ports, running_server
 from forebay.benchmarks.settings import environment
@@ -47,29 +47,6 @@ _RESTART_S = 30.0
 
 
 Say = Callable[[str], None]
-
-
-class Outcome(msgspec.Struct):
-    """The demo's figures; the keys of its JSON."""
-
-    accuracy: float
-    epochs: int
-    steps: int
-    ranks: int
-    dataset_bytes: int
-    hot_capacity_bytes: int
-    cold_bytes_fetched: int
-    fetches: int
-    evictions: int
-    killed_at_step: int
-    resumed_from_step: int
-    batches_identical_to_uninterrupted_run: bool
-    samples_lost: int
-    samples_repeated: int
-    checkpoint_blocked_ms_p50: float
-    checkpoints_committed: int
-    stock_torch_can_read: bool
-    wall_s: float
 
 
 def run(folder: Path, say: Say) -> Outcome:

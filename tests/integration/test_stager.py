@@ -302,7 +302,7 @@ def test_a_full_disk_is_an_error_that_names_it(node: Node, make_dataset: MakeDat
         node.start()
         with node.connect() as channel:
             dataset = register(channel, url)
-            with pytest.raises(ForebayError, match="no room|no space") as caught:
+            with pytest.raises(ForebayError, match=r"no room|no space") as caught:
                 read_shard(channel, dataset, 0)
             assert caught.value.code == "disk_full"
         assert not [p for p in node.objects.rglob("*") if p.is_file()]
