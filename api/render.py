@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-out = Console(soft_wrap=True)
+# Into a file or a pipe a table keeps its lines whole; a terminal folds them.
+_WIDE = 250
+
+out = Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDE)
 err = Console(stderr=True, soft_wrap=True)
 
 

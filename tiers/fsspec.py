@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -65,7 +66,9 @@ class FsspecStore(Store):
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> memoryview:
         with self._translated(info.key):
-            body = await to_thread.run_sync(self._fs.cat_file, self._path(info.key), start, end)
+            # By name: the order of these arguments differs between file systems.
+            cat = partial(self._fs.cat_file, self._path(info.key), start=start, end=end)
+            body = await to_thread.run_sync(cat)
         now = await self.head(info.key)
         if now.version != info.version:
             raise ObjectChanged(f"{self.url}/{info.key} is now {now.version}, was {info.version}")
