@@ -7,7 +7,7 @@ PACKAGES := core tiers stager checkpointd loaders api benchmarks
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: pyproject.toml constraints.txt tiers/_md5lanes.c
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install --quiet --constraint constraints.txt setuptools wheel
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
@@ -39,4 +39,4 @@ faults: setup
 	$(PY) -m pytest tests/faults
 
 clean:
-	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info tiers/*.so

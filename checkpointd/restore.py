@@ -14,10 +14,9 @@ from forebay.checkpointd.upload import read_digest
 from forebay.core.config import Settings
 from forebay.core.errors import CheckpointCorrupt, ForebayError, NoCheckpoint, ObjectNotFound
 from forebay.core.protocol import Checkpoint, CheckpointOpened
-from forebay.tiers.budget import ByteBudget
 from forebay.tiers.digest import digest_file
 from forebay.tiers.store import Store
-from forebay.tiers.transfer import fetch
+from forebay.tiers.transfer import Transfers
 
 log = structlog.get_logger()
 
@@ -125,8 +124,7 @@ async def _bring(
         info = await upstream.head(key)
     except ObjectNotFound as err:
         raise CheckpointCorrupt(f"{file.name} is missing upstream") from err
-    budget = ByteBudget(settings.transfer.inflight_bytes)
-    fetched = await fetch(upstream, info, path, settings.transfer, budget)
+    fetched = await Transfers(settings.transfer).fetch(upstream, info, path)
     if fetched.digest != file.digest:
         path.unlink()
         raise CheckpointCorrupt(

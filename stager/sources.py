@@ -11,9 +11,8 @@ from forebay.core import metrics
 from forebay.core.config import Settings
 from forebay.stager.manifest import Shard
 from forebay.stager.warm import WarmTier
-from forebay.tiers.budget import ByteBudget
 from forebay.tiers.store import Store, normalize_url, open_store
-from forebay.tiers.transfer import Fetched, fetch
+from forebay.tiers.transfer import Fetched, Transfers
 
 Tier = Literal["cold", "warm"]
 
@@ -27,11 +26,11 @@ class Brought:
 class Sources:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._budget = ByteBudget(settings.transfer.inflight_bytes)
+        self._transfers = Transfers(settings.transfer)
         self._stores: dict[str, Store] = {}
         self.fetched_bytes: Counter[Tier] = Counter()
         warm_dir = settings.stager.warm_dir
-        self._warm = WarmTier(warm_dir, settings.transfer, self._budget) if warm_dir else None
+        self._warm = WarmTier(warm_dir, self._transfers) if warm_dir else None
 
     def store(self, url: str) -> Store:
         """One per URL, so that connections are reused."""
@@ -43,7 +42,7 @@ class Sources:
     async def fetch(self, shard: Shard, final: Path) -> Brought:
         if self._warm and (file := await self._warm.fetch(shard, final)):
             return self._counted(Brought(file, "warm"))
-        file = await fetch(self.store(shard.url), shard.info, final, self._settings.transfer, self._budget)
+        file = await self._transfers.fetch(self.store(shard.url), shard.info, final)
         return self._counted(Brought(file, "cold"))
 
     async def publish(self, shard: Shard, brought: Brought) -> None:

@@ -12,22 +12,19 @@ from pathlib import Path
 import structlog
 from anyio import to_thread
 
-from forebay.core.config import TransferSettings
 from forebay.core.errors import ForebayError
 from forebay.stager.manifest import Shard
-from forebay.tiers.budget import ByteBudget
 from forebay.tiers.filesystem import FilesystemStore, temporary_beside
-from forebay.tiers.transfer import Fetched, fetch
+from forebay.tiers.transfer import Fetched, Transfers
 
 log = structlog.get_logger()
 
 
 class WarmTier:
-    def __init__(self, folder: Path, policy: TransferSettings, budget: ByteBudget) -> None:
+    def __init__(self, folder: Path, transfers: Transfers) -> None:
         self.folder = folder
         self._store = FilesystemStore(folder / "forebay" / "objects")
-        self._policy = policy
-        self._budget = budget
+        self._transfers = transfers
         self._complained = False
 
     async def fetch(self, shard: Shard, final: Path) -> Fetched | None:
@@ -39,7 +36,7 @@ class WarmTier:
                 return None
             expected = path.with_name(f"{shard.id}.digest").read_text().strip()
             info = await self._store.head(key)
-            fetched = await fetch(self._store, info, final, self._policy, self._budget)
+            fetched = await self._transfers.fetch(self._store, info, final)
         except (ForebayError, OSError) as err:
             self._complain(err)
             return None

@@ -22,7 +22,7 @@ from tenacity.wait import wait_random_exponential
 from forebay.core.config import TransferSettings
 from forebay.core.errors import (
     DigestMismatch,
-    ObjectChanged,
+    ForebayError,
     ShortBody,
     StoreBusy,
     StoreUnreachable,
@@ -31,6 +31,7 @@ from forebay.core.errors import (
 from forebay.tiers.budget import ByteBudget
 from forebay.tiers.digest import StreamDigest
 from forebay.tiers.filesystem import os_error, temporary_beside
+from forebay.tiers.md5 import Md5Lanes
 from forebay.tiers.store import ObjectInfo, Store
 
 log = structlog.get_logger()
@@ -73,82 +74,86 @@ def _say(state: RetryCallState) -> None:
         log.warning("trying again", error=str(state.outcome.exception()), wait_s=wait_s)
 
 
-async def fetch(
-    store: Store, info: ObjectInfo, final: Path, policy: TransferSettings, budget: ByteBudget
-) -> Fetched:
-    """Bring `info` to `final`.
+class Transfers:
+    """All transfers of a daemon: one policy, one budget of bytes in memory, one place for checksums."""
 
-    Wrong bytes are fetched again, up to `policy.attempts` times. Raises StoreError, ObjectChanged,
-    DigestMismatch (with what was expected and what came), DiskFull.
-    """
-    for attempt in range(policy.attempts):
+    def __init__(self, policy: TransferSettings) -> None:
+        self._policy = policy
+        self._budget = ByteBudget(policy.inflight_bytes)
+        self._md5 = Md5Lanes()
+
+    async def fetch(self, store: Store, info: ObjectInfo, final: Path) -> Fetched:
+        """Bring `info` to `final`.
+
+        Wrong bytes are fetched again, up to `attempts` times. Raises StoreError, ObjectChanged,
+        DigestMismatch (with what was expected and what came), DiskFull.
+        """
+        for attempt in range(self._policy.attempts):
+            try:
+                return await self._fetch_once(store, info, final)
+            except DigestMismatch as err:
+                if attempt + 1 == self._policy.attempts:
+                    raise
+                log.warning("wrong bytes, fetching again", error=str(err))
+        raise AssertionError("attempts is at least 1")
+
+    async def _fetch_once(self, store: Store, info: ObjectInfo, final: Path) -> Fetched:
+        temporary = temporary_beside(final)
         try:
-            return await _fetch_once(store, info, final, policy, budget)
-        except DigestMismatch as err:
-            if attempt + 1 == policy.attempts:
-                raise
-            log.warning("wrong bytes, fetching again", error=str(err))
-    raise AssertionError("attempts is at least 1")
+            if info.size_bytes <= self._policy.whole_bytes:
+                return await self._fetch_whole(store, info, temporary, final)
+            return await self._fetch_ranges(store, info, temporary, final)
+        except OSError as err:
+            raise os_error(err, final) from err
+        finally:
+            temporary.unlink(missing_ok=True)
 
+    async def _read(self, store: Store, info: ObjectInfo, start: int, end: int) -> memoryview:
+        return await retrying(lambda: store.read(info, start, end), self._policy.attempts)
 
-async def _fetch_once(
-    store: Store, info: ObjectInfo, final: Path, policy: TransferSettings, budget: ByteBudget
-) -> Fetched:
-    temporary = temporary_beside(final)
-    try:
-        if info.size_bytes <= policy.whole_bytes:
-            return await _fetch_whole(store, info, temporary, final, policy, budget)
-        return await _fetch_ranges(store, info, temporary, final, policy, budget)
-    except OSError as err:
-        raise os_error(err, final) from err
-    finally:
-        temporary.unlink(missing_ok=True)
+    async def _fetch_whole(self, store: Store, info: ObjectInfo, temporary: Path, final: Path) -> Fetched:
+        def keep(body: memoryview) -> Fetched:
+            digest = StreamDigest(with_md5=False)
+            digest.update(body)
+            fd = _create(temporary, info.size_bytes)
+            try:
+                _write(fd, body, 0)
+                return _publish(fd, temporary, final, digest)
+            finally:
+                os.close(fd)
 
+        async with self._budget.take(info.size_bytes):
+            if info.md5 is None:
+                body = await self._read(store, info, 0, info.size_bytes)
+            else:
+                body, md5 = await self._md5.of(lambda: self._read(store, info, 0, info.size_bytes))
+                _check(store, info, md5)
+            return await to_thread.run_sync(keep, body)
 
-async def _fetch_whole(
-    store: Store, info: ObjectInfo, temporary: Path, final: Path, policy: TransferSettings, budget: ByteBudget
-) -> Fetched:
-    def keep(body: memoryview) -> Fetched:
-        digest = StreamDigest(with_md5=info.md5 is not None)
-        digest.update(body)
-        _check(store, info, digest)
-        fd = _create(temporary, info.size_bytes)
+    async def _fetch_ranges(self, store: Store, info: ObjectInfo, temporary: Path, final: Path) -> Fetched:
+        fd = await to_thread.run_sync(_create, temporary, info.size_bytes)
         try:
-            _write(fd, body, 0)
-            return _publish(fd, temporary, final, digest)
+            hasher = _PrefixHasher(fd, StreamDigest(with_md5=info.md5 is not None))
+            turns = anyio.CapacityLimiter(_PARALLEL_RANGES)
+
+            async def one(start: int) -> None:
+                end = min(start + self._policy.range_bytes, info.size_bytes)
+                async with turns, self._budget.take(end - start):
+                    body = await self._read(store, info, start, end)
+                    await to_thread.run_sync(_write, fd, body, start)
+                await hasher.arrived(start, end)
+
+            try:
+                async with anyio.create_task_group() as tasks:
+                    for start in range(0, info.size_bytes, self._policy.range_bytes):
+                        tasks.start_soon(one, start)
+            except* (ForebayError, OSError) as errors:
+                raise root_cause(errors) from None
+            if hasher.digest.md5 is not None:
+                _check(store, info, hasher.digest.md5)
+            return await to_thread.run_sync(_publish, fd, temporary, final, hasher.digest)
         finally:
             os.close(fd)
-
-    async with budget.take(info.size_bytes):
-        body = await retrying(lambda: store.read(info, 0, info.size_bytes), policy.attempts)
-        return await to_thread.run_sync(keep, body)
-
-
-async def _fetch_ranges(
-    store: Store, info: ObjectInfo, temporary: Path, final: Path, policy: TransferSettings, budget: ByteBudget
-) -> Fetched:
-    fd = await to_thread.run_sync(_create, temporary, info.size_bytes)
-    try:
-        hasher = _PrefixHasher(fd, StreamDigest(with_md5=info.md5 is not None))
-        turns = anyio.CapacityLimiter(_PARALLEL_RANGES)
-
-        async def one(start: int) -> None:
-            end = min(start + policy.range_bytes, info.size_bytes)
-            async with turns, budget.take(end - start):
-                body = await retrying(lambda: store.read(info, start, end), policy.attempts)
-                await to_thread.run_sync(_write, fd, body, start)
-            await hasher.arrived(start, end)
-
-        try:
-            async with anyio.create_task_group() as tasks:
-                for start in range(0, info.size_bytes, policy.range_bytes):
-                    tasks.start_soon(one, start)
-        except* (StoreUnreachable, StoreBusy, ShortBody, ObjectChanged, OSError) as errors:
-            raise root_cause(errors) from None
-        _check(store, info, hasher.digest)
-        return await to_thread.run_sync(_publish, fd, temporary, final, hasher.digest)
-    finally:
-        os.close(fd)
 
 
 class _PrefixHasher:
@@ -172,10 +177,10 @@ class _PrefixHasher:
             self.digest.update(os.pread(self._fd, want, self.digest.size_bytes))
 
 
-def _check(store: Store, info: ObjectInfo, digest: StreamDigest) -> None:
-    if info.md5 is not None and digest.md5 != info.md5:
+def _check(store: Store, info: ObjectInfo, md5: str) -> None:
+    if md5 != info.md5:
         raise DigestMismatch(
-            f"{store.url}/{info.key}: MD5 {digest.md5} came, the store promised {info.md5}",
+            f"{store.url}/{info.key}: MD5 {md5} came, the store promised {info.md5}",
             hint="the object or the way to it is damaged",
         )
 

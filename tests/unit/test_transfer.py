@@ -21,12 +21,12 @@ from forebay.core.errors import (
     ShortBody,
     StoreUnreachable,
 )
-from forebay.tiers import transfer
+from forebay.tiers import md5, transfer
 from forebay.tiers.budget import ByteBudget
 from forebay.tiers.digest import digest_bytes
 from forebay.tiers.filesystem import FilesystemStore
 from forebay.tiers.store import ObjectInfo, check_key, md5_of_etag
-from forebay.tiers.transfer import Fetched, fetch
+from forebay.tiers.transfer import Fetched, Transfers
 
 
 class FaultyStore(FilesystemStore):
@@ -65,7 +65,7 @@ def bring(store: FaultyStore, data: bytes, folder: Path, *, md5: bool = True, at
             info.key, info.size_bytes, info.version, hashlib.md5(data).hexdigest() if md5 else None
         )
         policy = settings_of(attempts=attempts)
-        return await fetch(store, known, folder / "hot/x", policy, ByteBudget(policy.inflight_bytes))
+        return await Transfers(policy).fetch(store, known, folder / "hot/x")
 
     return anyio.run(main)
 
@@ -182,3 +182,54 @@ def test_puts_are_atomic_and_conditional(tmp_path: Path):
         assert os.listdir(tmp_path / "d") == ["a"]
 
     anyio.run(main)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.binary(max_size=400) | st.integers(0, 300_000).map(bytes), min_size=1, max_size=16))
+def test_md5_of_many_is_md5_of_each(bodies):
+    """The SIMD code against hashlib: any number of lanes, any lengths."""
+    lanes = pytest.importorskip("forebay.tiers._md5lanes")
+    assert lanes.md5_many(bodies) == [hashlib.md5(body).digest() for body in bodies]
+
+
+def test_md5_lanes_refuse_what_is_no_batch():
+    lanes = pytest.importorskip("forebay.tiers._md5lanes")
+    for wrong in ([], [b""] * 17):
+        with pytest.raises(ValueError, match="1 to 16 buffers"):
+            lanes.md5_many(wrong)
+    with pytest.raises(TypeError):
+        lanes.md5_many(["text"])
+
+
+@pytest.mark.parametrize("size", [10, md5.LARGE_BYTES + 7])
+@pytest.mark.parametrize("count", [1, 3, 25])
+def test_every_reader_gets_its_own_md5_whoever_fails_or_is_cancelled(size: int, count: int):
+    bodies = [os.urandom(size + number) for number in range(count)]
+    found: dict[int, str] = {}
+
+    async def read(number: int) -> memoryview:
+        await anyio.sleep(0.001 * (number % 3))
+        if number % 5 == 4:
+            raise ShortBody("short")
+        return memoryview(bodies[number])
+
+    async def one(lanes: md5.Md5Lanes, number: int) -> None:
+        try:
+            with anyio.move_on_after(0 if number % 7 == 6 else 30):
+                body, digest = await lanes.of(lambda: read(number))
+                assert bytes(body) == bodies[number]
+                found[number] = digest
+        except ShortBody:
+            found[number] = "short"
+
+    async def main() -> None:
+        lanes = md5.Md5Lanes()
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                for number in range(count):
+                    tasks.start_soon(one, lanes, number)
+
+    anyio.run(main)
+    for number in range(count):
+        if number % 7 != 6:
+            assert found[number] == ("short" if number % 5 == 4 else hashlib.md5(bodies[number]).hexdigest())
