@@ -25,7 +25,7 @@ from forebay.core.config import Settings
 from forebay.core.errors import ForebayError
 from forebay.core.protocol import DatasetReply, JobReply, Register, Stage, WaitJob
 
-_ROUNDS = 5
+_ROUNDS = 7
 
 
 def bench(objects: int, object_bytes: int, seed: int) -> Report:
@@ -38,12 +38,13 @@ def bench(objects: int, object_bytes: int, seed: int) -> Report:
         _fill(server, objects, object_bytes, seed)
         ours, theirs = [], []
         for number in range(_ROUNDS + 1):
+            _level(folder)
             theirs.append(_timed(partial(_s5cmd, server, folder / f"s5cmd-{number}")))
-            home = environment(**server.env, FOREBAY_HOME=str(folder / f"home-{number}"))
-            with home, running_daemon("stager", {}):
+            home = folder / f"home-{number}"
+            variables = environment(**server.env, FOREBAY_HOME=str(home))
+            with variables, running_daemon("stager", {}):
+                _level(folder, keep=home)
                 ours.append(_timed(partial(_stage, server, objects)))
-            for path in folder.iterdir():
-                shutil.rmtree(path)
     megabytes = objects * object_bytes / 1e6
     # The first round finds a server that has just taken the objects in.
     mine, peer = megabytes / statistics.median(ours[1:]), megabytes / statistics.median(theirs[1:])
@@ -55,6 +56,14 @@ def bench(objects: int, object_bytes: int, seed: int) -> Report:
         "MD5 of each object checked",
     )
     return Report("staging", figures, [case], seed)
+
+
+def _level(folder: Path, keep: Path | None = None) -> None:
+    """Each run starts alike: the other's output just gone, its pages free, nothing left to write back."""
+    for path in folder.iterdir():
+        if path != keep:
+            shutil.rmtree(path)
+    os.sync()
 
 
 def _fill(server: S3Server, objects: int, object_bytes: int, seed: int) -> None:

@@ -55,7 +55,7 @@ class StagerSettings(_Section):
     capacity: Size = Field(_size("100GB"), description="allocated bytes the hot tier may hold")
     reserve: Size = Field(_size("256MiB"), description="bytes of the disk left free whatever happens")
     lookahead: Size = Field(_size("4GiB"), description="bytes fetched ahead of each loader's plan")
-    concurrency: int = Field(8, ge=1, le=256, description="shards fetched at once")
+    concurrency: int = Field(32, ge=1, le=256, description="shards fetched at once")
     wait_s: float = Field(120.0, gt=0, description="longest wait of a loader for one shard")
 
 

@@ -19,12 +19,14 @@ from forebay.stager.plan import PlanBook
 from forebay.stager.scheduler import Scheduler
 from forebay.stager.sessions import Stager
 from forebay.stager.sources import Sources
+from forebay.tiers.memory import keep_freed_memory
 
 log = structlog.get_logger()
 
 
 async def main(settings: Settings) -> None:
     """Serve until cancelled. Raises AlreadyRunning when another daemon owns the hot directory."""
+    keep_freed_memory(settings.transfer.inflight_bytes)
     with own_directory(settings.hot_dir), own_directory(settings.home / "stager"):
         catalog = Catalog(settings.home / "stager")
         plans = PlanBook()

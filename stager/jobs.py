@@ -18,6 +18,11 @@ from forebay.stager.manifest import Manifest, Shard
 from forebay.stager.plan import Plan, PlanBook
 from forebay.stager.scheduler import Scheduler
 
+# The rest of a job waits in its plan, where loaders' demands pass it.
+_SHARDS_AT_ONCE = 32
+# How often a waiting client hears of progress.
+_PACE_S = 0.1
+
 
 class StageJobs:
     """A job is a plan with a task: its shards count as wanted, so nothing it brings pushes out another."""
@@ -30,7 +35,7 @@ class StageJobs:
         self._plans = plans
         self._scheduler = scheduler
         self._tasks = tasks
-        self._moved: dict[str, anyio.Event] = {}
+        self._running: dict[str, _Board] = {}
         # Sessions are numbered from 1 up, so jobs go down: owners of plans never meet.
         self._owners = itertools.count(-1, -1)
 
@@ -59,32 +64,41 @@ class StageJobs:
                     dataset = self._catalog.dataset(job.dataset)
                     manifest = self._catalog.manifest(dataset.id)
                 except ForebayError as err:
-                    self._note(msgspec.structs.replace(job, state="failed", failed={job.dataset: str(err)}))
+                    lost = msgspec.structs.replace(job, state="failed", failed={job.dataset: str(err)})
+                    self._catalog.put_job(lost)
                     continue
                 fresh = msgspec.structs.replace(job, shards_done=0, bytes_done=0, failed={})
                 self._begin(fresh, dataset.id, manifest)
 
+    def find(self, job_id: str) -> StageJob:
+        """As it is now. Raises NotFound."""
+        board = self._running.get(job_id)
+        return board.job if board else self._catalog.job(job_id)
+
+    def all(self) -> list[StageJob]:
+        return [self.find(job.id) for job in self._catalog.jobs()]
+
     async def wait(self, job_id: str, version: int, timeout_s: float) -> StageJob:
-        """The job as soon as it is newer than `version`, at its end, or after the time."""
+        """The job at its end, or soon after it is newer than `version`, or after the time."""
         with anyio.move_on_after(timeout_s):
-            while True:
-                job = self._catalog.job(job_id)
-                if job.version > version or job.state != "running":
-                    return job
-                await self._moved.setdefault(job_id, anyio.Event()).wait()
-        return self._catalog.job(job_id)
+            while (board := self._running.get(job_id)) and board.job.version <= version:
+                await board.moved.wait()
+            if board:
+                # Not a word for every shard: a thousand small ones would cost more to tell than to fetch.
+                with anyio.move_on_after(_PACE_S):
+                    await board.ended.wait()
+        return self.find(job_id)
 
     def _begin(self, job: StageJob, dataset_id: str, manifest: Manifest) -> None:
-        self._tasks.start_soon(self._run, job, dataset_id, manifest)
+        board = self._running[job.id] = _Board(job)
+        self._tasks.start_soon(self._run, board, dataset_id, manifest)
 
-    async def _run(self, job: StageJob, dataset_id: str, manifest: Manifest) -> None:
+    async def _run(self, board: _Board, dataset_id: str, manifest: Manifest) -> None:
         owner = next(self._owners)
         shards = [manifest.shard(number) for number in range(len(manifest))]
         self._plans.set(owner, Plan(dataset_id, shards, window=0))
         self._scheduler.forgive()
-        board = _Board(job)
-        # As many demands as fetchers: the rest of the job waits in the plan, behind the loaders.
-        turns = anyio.CapacityLimiter(8)
+        turns = anyio.CapacityLimiter(_SHARDS_AT_ONCE)
         try:
             async with anyio.create_task_group() as tasks:
                 for shard in shards:
@@ -93,7 +107,9 @@ class StageJobs:
         finally:
             self._plans.drop(owner)
             self._scheduler.poke()
-        self._note(board.finished())
+        self._catalog.put_job(board.finish())
+        del self._running[board.job.id]
+        board.wake()
 
     async def _one(self, shard: Shard, board: _Board, turns: anyio.CapacityLimiter) -> None:
         try:
@@ -103,35 +119,34 @@ class StageJobs:
             board.failed(shard, err)
         finally:
             turns.release_on_behalf_of(shard.id)
-        self._note(board.job)
-
-    def _note(self, job: StageJob) -> None:
-        self._catalog.put_job(job)
-        self._moved.pop(job.id, anyio.Event()).set()
 
 
 class _Board:
-    """The job's counts; they add up at any time."""
+    """A running job's counts; they add up at any time. Only its beginning and its end are kept on disk."""
 
     def __init__(self, job: StageJob) -> None:
         self.job = job
+        self.moved = anyio.Event()
+        self.ended = anyio.Event()
 
     def done(self, shard: Shard) -> None:
-        self.job = msgspec.structs.replace(
-            self.job,
-            shards_done=self.job.shards_done + 1,
-            bytes_done=self.job.bytes_done + shard.size_bytes,
-            version=self.job.version + 1,
-        )
+        self._move(shards_done=self.job.shards_done + 1, bytes_done=self.job.bytes_done + shard.size_bytes)
 
     def failed(self, shard: Shard, err: ForebayError) -> None:
-        self.job = msgspec.structs.replace(
-            self.job,
-            failed={**self.job.failed, shard.info.key: str(err)},
-            version=self.job.version + 1,
-        )
+        self._move(failed={**self.job.failed, shard.info.key: str(err)})
 
-    def finished(self) -> StageJob:
+    def finish(self) -> StageJob:
         """Done means every shard is there and verified; anything less is failed (F29)."""
-        state = "failed" if self.job.failed else "done"
-        return msgspec.structs.replace(self.job, state=state, version=self.job.version + 1)
+        self.job = msgspec.structs.replace(
+            self.job, state="failed" if self.job.failed else "done", version=self.job.version + 1
+        )
+        return self.job
+
+    def wake(self) -> None:
+        self.ended.set()
+        self.moved.set()
+
+    def _move(self, **changes: object) -> None:
+        self.job = msgspec.structs.replace(self.job, version=self.job.version + 1, **changes)
+        self.moved.set()
+        self.moved = anyio.Event()

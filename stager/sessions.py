@@ -257,7 +257,7 @@ class Session:
         return JobReply(await self._stager.jobs.wait(request.job_id, request.version, request.timeout_s)), ()
 
     async def _list_jobs(self, request: ListJobs) -> Reply:
-        return Jobs(self._stager.catalog.jobs()), ()
+        return Jobs(self._stager.jobs.all()), ()
 
     # State
 

@@ -23,10 +23,9 @@ except ImportError:
 
 # A batch costs the same for one lane as for all: below this size waiting for others does not pay.
 LARGE_BYTES = 256 << 10
-_ENOUGH = 8
-_MOST = 16
+_LANES = 16
 # How long a body waits for company when others are still on their way.
-_LINGER_S = 0.03
+_LINGER_S = 0.1
 
 
 @dataclass(eq=False)
@@ -56,7 +55,7 @@ class Md5Lanes:
             return body, await to_thread.run_sync(_alone, body)
         job = _Job(body)
         self._waiting.append(job)
-        if self._coming and len(self._waiting) < _ENOUGH:
+        if self._coming and len(self._waiting) < _LANES:
             with anyio.move_on_after(_LINGER_S):
                 await job.done.wait()
         if job in self._waiting:
@@ -66,7 +65,7 @@ class Md5Lanes:
 
     async def _digest_waiting(self) -> None:
         """Bounded work on behalf of others too: a cancelled caller still finishes it."""
-        batch, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
+        batch, self._waiting = self._waiting[:_LANES], self._waiting[_LANES:]
         if not batch:
             return
         with anyio.CancelScope(shield=True):

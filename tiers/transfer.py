@@ -41,6 +41,7 @@ _TRANSIENT = (StoreUnreachable, StoreBusy, ShortBody)
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 5.0
 _PARALLEL_RANGES = 8
+_WRITE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,9 @@ def _create(temporary: Path, size_bytes: int) -> int:
 
 
 def _write(fd: int, body: memoryview, offset: int) -> None:
+    """In steps: one large write makes the kernel look for large free pages, which are cold ones."""
     while body:
-        done = os.pwrite(fd, body, offset)
+        done = os.pwrite(fd, body[:_WRITE_BYTES], offset)
         body, offset = body[done:], offset + done
 
 
