@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import shutil
@@ -38,12 +39,12 @@ def bench(objects: int, object_bytes: int, seed: int) -> Report:
         _fill(server, objects, object_bytes, seed)
         ours, theirs = [], []
         for number in range(_ROUNDS + 1):
-            _level(folder)
+            _level(folder, objects * object_bytes)
             theirs.append(_timed(partial(_s5cmd, server, folder / f"s5cmd-{number}")))
             home = folder / f"home-{number}"
             variables = environment(**server.env, FOREBAY_HOME=str(home))
             with variables, running_daemon("stager", {}):
-                _level(folder, keep=home)
+                _level(folder, objects * object_bytes, keep=home)
                 ours.append(_timed(partial(_stage, server, objects)))
     megabytes = objects * object_bytes / 1e6
     # The first round finds a server that has just taken the objects in.
@@ -58,12 +59,17 @@ def bench(objects: int, object_bytes: int, seed: int) -> Report:
     return Report("staging", figures, [case], seed)
 
 
-def _level(folder: Path, keep: Path | None = None) -> None:
-    """Each run starts alike: the other's output just gone, its pages free, nothing left to write back."""
+def _level(folder: Path, object_bytes: int, keep: Path | None = None) -> None:
+    """Each run starts alike: the other's output gone, nothing left to write back, free memory touched.
+
+    On a virtual machine a page that the host has not backed yet costs ten times a warm one, and which
+    of two runs meets such pages is chance.
+    """
     for path in folder.iterdir():
         if path != keep:
             shutil.rmtree(path)
     os.sync()
+    mmap.mmap(-1, 3 * object_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
 
 
 def _fill(server: S3Server, objects: int, object_bytes: int, seed: int) -> None:
