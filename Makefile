@@ -1,6 +1,7 @@
 # Every target sets itself up: `make demo` and `make test` are all a newcomer needs.
 PY := .venv/bin/python
 VIEW := build/view/forebay
+BENCHES := checkpoint loader staging
 PACKAGES := core tiers stager checkpointd loaders api benchmarks
 
 .PHONY: setup demo test lint types bench faults clean
@@ -9,7 +10,7 @@ setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt tiers/_md5lanes.c
 	test -x $(PY) || python3 -m venv .venv
-	$(PY) -m pip install --quiet --constraint constraints.txt setuptools wheel
+	$(PY) -m pip install --quiet --constraint constraints.txt --upgrade setuptools wheel
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@
 
@@ -33,7 +34,8 @@ types: setup $(VIEW)
 	cd build/view && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p forebay
 
 bench: setup
-	for b in checkpoint loader staging; do .venv/bin/forebay bench $$b --json build/bench-$$b.json || exit 1; done
+	for b in $(BENCHES); do .venv/bin/forebay bench $$b --json docs/figures/$$b.json || exit 1; done
+	.venv/bin/forebay bench figures $(BENCHES:%=docs/figures/%.json)
 
 faults: setup
 	$(PY) -m pytest tests/faults

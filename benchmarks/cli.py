@@ -43,3 +43,14 @@ def staging(json: JsonFile = None, objects: int = 128, object_mib: int = 4, seed
     from forebay.benchmarks.staging import bench
 
     bench(objects, object_mib << 20, seed).publish(json)
+
+
+@app.command()
+def figures(
+    files: Annotated[list[Path], typer.Argument(help="JSON files that benches wrote.")],
+    into: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/figures.md"),
+) -> None:
+    """Make the page of figures from JSON files."""
+    from forebay.benchmarks.figures import render
+
+    into.write_text(render(files))

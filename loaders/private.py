@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
-import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +18,7 @@ from pathlib import Path
 from forebay.core.channel import Channel
 from forebay.core.config import Settings
 from forebay.core.errors import DaemonUnavailable
+from forebay.core.spawn import spawn
 
 log = logging.getLogger("forebay.loaders")
 
@@ -76,34 +74,14 @@ def _say_once(home: Path, fate: str) -> None:
 def _start(home: Path, *, temporary: bool) -> subprocess.Popen[bytes] | None:
     """None when another process serves that directory already."""
     home.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="forebay-") as folder,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready,
-    ):
-        address = f"{folder}/notify"
-        ready.bind(address)
-        command = [sys.executable, "-m", "forebay.stager", "--home", str(home)]
-        child = subprocess.Popen(
-            command + (["--temporary"] if temporary else []),
-            stdin=subprocess.PIPE,
-            env={**os.environ, "NOTIFY_SOCKET": address},
+    command = [sys.executable, "-m", "forebay.stager", "--home", str(home)]
+    child = spawn(command + (["--temporary"] if temporary else []), stdin=subprocess.PIPE)
+    if child.returncode:
+        raise DaemonUnavailable(
+            f"a private stagerd on {home} did not start (exit status {child.returncode})",
+            hint="its messages are above",
         )
-        ended = os.pidfd_open(child.pid)
-        try:
-            signalled, _, _ = select.select([ready.fileno(), ended], [], [], _START_S)
-            is_ready, has_ended = ready.fileno() in signalled, ended in signalled
-        finally:
-            os.close(ended)
-    if is_ready:
-        return child
-    if has_ended and child.wait() == 0:
-        return None
-    child.kill()
-    child.wait()
-    raise DaemonUnavailable(
-        f"a private stagerd on {home} did not start (exit status {child.returncode})",
-        hint="its messages are above",
-    )
+    return child if child.returncode is None else None
 
 
 @atexit.register

@@ -1,0 +1,47 @@
+"""docs/figures.md from the JSON files that benches wrote: figures are data, never typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from forebay.benchmarks.report import Report
+
+_COMMANDS = {
+    "checkpoint": "Blocked time of a save, beside one plain copy of the same bytes and `dcp.async_save`.",
+    "loader": "Samples per second, hot and undecoded, beside webdataset on the same files.",
+    "staging": "Cold to hot through stagerd with every MD5 checked, beside `s5cmd cp` of the same objects.",
+}
+
+
+def render(files: list[Path]) -> str:
+    """Markdown: one section per bench, in the order given."""
+    parts = [
+        "# Figures\n",
+        "Made by `forebay bench figures` from `docs/figures/*.json`; not edited by hand. Ratios count, "
+        "absolute numbers are those of a small virtual machine.\n",
+    ]
+    for file in files:
+        report = msgspec.json.decode(file.read_bytes(), type=Report)
+        parts.append(_section(report, file))
+    return "\n".join(parts)
+
+
+def _section(report: Report, file: Path) -> str:
+    host = report.host
+    lines = [
+        f"## forebay bench {report.bench}\n",
+        f"{_COMMANDS.get(report.bench, '')}\n",
+        f"`forebay bench {report.bench} --json docs/figures/{file.name}`; {report.at[:10]}, version "
+        f"{report.version}, {host.cores} cores, {host.memory_bytes / 2**30:.0f} GiB, {host.fs}\n",
+    ]
+    for case in report.cases:
+        lines += [f"**{case.case}.** {case.note}\n", "| figure | value |", "|---|---|"]
+        lines += [f"| `{key}` | {_number(value)} |" for key, value in case.figures.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
