@@ -94,7 +94,7 @@ class BucketNotFound(NotFound):
 
 class EmptyDataset(NotFound):
     code = "empty_dataset"
-    default_hint = "check the prefix; `/` at its end matters to nobody"
+    default_hint = "check the bucket and the prefix"
 
 
 class DatasetNotFound(NotFound):
