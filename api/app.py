@@ -5,10 +5,10 @@ Errors are problem details (RFC 9457) with the code and the hint of core.errors.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict
@@ -17,11 +17,15 @@ from forebay.core.channel import Channel, ask, close_all
 from forebay.core.config import Settings
 from forebay.core.errors import DatasetNotFound, ForebayError
 from forebay.core.protocol import (
+    AddPin,
+    CancelJob,
     Checkpoints,
     CheckpointStatus,
     Dataset,
     DatasetReply,
     Datasets,
+    Done,
+    DropPin,
     GetMetrics,
     GetStatus,
     JobReply,
@@ -29,8 +33,13 @@ from forebay.core.protocol import (
     ListCheckpoints,
     ListDatasets,
     ListJobs,
+    ListPins,
     MetricsText,
+    PinReply,
+    Pins,
     Register,
+    RetryJob,
+    Selection,
     Stage,
     StagerStatus,
     WaitJob,
@@ -50,10 +59,29 @@ class NewDataset(BaseModel):
 
 
 class NewStageJob(BaseModel):
-    """A dataset (id or name) to bring into the hot tier."""
+    """A dataset (id or name), or a part of it, to bring into a tier."""
 
     model_config = ConfigDict(extra="forbid")
     dataset: str
+    glob: str | None = None
+    keys: list[str] | None = None
+    sample: float | None = None
+    tier: Literal["hot", "warm"] = "hot"
+    priority: float = 1.0
+    deadline_s: float | None = None
+    pin: bool = False
+    pin_s: float | None = None
+    owner: str = "api"
+
+
+class NewPin(BaseModel):
+    """A dataset (id or name), or a part of it, to keep."""
+
+    model_config = ConfigDict(extra="forbid")
+    dataset: str
+    owner: str = "api"
+    glob: str | None = None
+    ttl_s: float | None = None
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -62,6 +90,7 @@ def create_app(settings: Settings) -> FastAPI:
     _add_health(app, settings)
     _add_datasets(app, settings)
     _add_stage_jobs(app, settings)
+    _add_pins(app, settings)
 
     @app.get("/v1/tiers")
     def tiers() -> Any:
@@ -143,11 +172,51 @@ def _add_stage_jobs(app: FastAPI, settings: Settings) -> None:
     def stage(new: NewStageJob) -> Any:
         """Bring a registered dataset into the hot tier."""
         found = find_dataset(settings, new.dataset, "api")
-        return _json(ask(socket, Stage(found.id), expect=JobReply, role="api").job, 202)
+        request = Stage(
+            found.id,
+            Selection(new.glob, new.keys, new.sample),
+            new.tier,
+            new.priority,
+            new.deadline_s,
+            new.pin,
+            new.pin_s,
+            new.owner,
+        )
+        return _json(ask(socket, request, expect=JobReply, role="api").job, 202)
 
     @app.get("/v1/stage-jobs/{job_id}")
     def job(job_id: str) -> Any:
         return _json(ask(socket, WaitJob(job_id), expect=JobReply, role="api").job)
+
+    @app.delete("/v1/stage-jobs/{job_id}")
+    def cancel(job_id: str) -> Any:
+        """Call it off; what it brought stays."""
+        return _json(ask(socket, CancelJob(job_id), expect=JobReply, role="api").job)
+
+    @app.post("/v1/stage-jobs/{job_id}/retry", status_code=202)
+    def retry(job_id: str) -> Any:
+        """Try the shards that failed again."""
+        return _json(ask(socket, RetryJob(job_id), expect=JobReply, role="api").job, 202)
+
+
+def _add_pins(app: FastAPI, settings: Settings) -> None:
+    socket = settings.stager_socket
+
+    @app.get("/v1/pins")
+    def pins() -> Any:
+        return _json({"items": ask(socket, ListPins(), expect=Pins, role="api").pins})
+
+    @app.post("/v1/pins", status_code=201)
+    def pin(new: NewPin) -> Any:
+        """Keep what is or will be staged of a dataset."""
+        found = find_dataset(settings, new.dataset, "api")
+        request = AddPin(found.id, new.owner, Selection(new.glob), new.ttl_s)
+        return _json(ask(socket, request, expect=PinReply, role="api").pin, 201)
+
+    @app.delete("/v1/pins/{pin_id}", status_code=204)
+    def unpin(pin_id: str) -> Response:
+        ask(socket, DropPin(pin_id), expect=Done, role="api")
+        return Response(status_code=204)
 
 
 def register_dataset(settings: Settings, request: Register, role: str) -> Dataset:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forebay.api import checkpoints, render, staging
+from forebay.api import checkpoints, jobs, pins, render, staging
 from forebay.core import service
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError, root_cause
@@ -22,7 +22,11 @@ app = typer.Typer(
 config = typer.Typer(help="The settings of this node.", no_args_is_help=True)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(config, name="config")
+app.add_typer(jobs.app, name="jobs")
 app.command()(staging.stage)
+app.command()(pins.pin)
+app.command()(pins.unpin)
+app.command()(pins.evict)
 app.command()(staging.ls)
 app.command()(staging.status)
 

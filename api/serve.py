@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -38,20 +38,19 @@ _PR_SET_PDEATHSIG = 1
 
 def serve(part: Part, settings: Settings) -> None:
     """Run one daemon in this process until a signal ends it."""
-    service.run(f"forebay-{part}", lambda: _main(part)(settings))
-
-
-def _main(part: Part) -> Callable[[Settings], Awaitable[None]]:
+    name = f"forebay-{part}"
     # Imported here: a daemon loads its own code only.
     if part == "stager":
-        from forebay.stager.daemon import main
+        from forebay.stager.daemon import Stagerd
 
-        return main
-    if part == "checkpoint":
+        stagerd = Stagerd(settings)
+        service.run(name, stagerd.main, drain=stagerd.drain, reload=stagerd.reload)
+    elif part == "checkpoint":
         from forebay.checkpointd.daemon import main
 
-        return main
-    return _serve_api
+        service.run(name, lambda: main(settings))
+    else:
+        service.run(name, lambda: _serve_api(settings))
 
 
 class _Server(uvicorn.Server):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,9 +23,11 @@ from forebay.core.protocol import (
     JobReply,
     ListDatasets,
     Register,
+    Selection,
     Stage,
     StageJob,
     StagerStatus,
+    Target,
     WaitJob,
 )
 from forebay.core.units import format_bytes
@@ -31,6 +35,10 @@ from forebay.core.units import format_bytes
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _POLL_S = 10.0
+_TARGETS: tuple[Target, ...] = ("hot", "warm")
+
+
+Glob = Annotated[str | None, typer.Option(help="Only keys that match, for example 'train-00*'.")]
 
 
 def stage(
@@ -38,32 +46,59 @@ def stage(
     wait: Annotated[bool, typer.Option("--wait", help="Show progress until everything is there.")] = False,
     format: Annotated[str, typer.Option(help="Which objects are shards: webdataset, raw.")] = "raw",
     name: Annotated[str | None, typer.Option(help="Name for `forebay ls` and loaders.")] = None,
+    glob: Glob = None,
+    keys: Annotated[Path | None, typer.Option(help="File with one key per line.")] = None,
+    sample: Annotated[float | None, typer.Option(help="A share of the shards, 0 to 1.")] = None,
+    tier: Annotated[str, typer.Option(help="hot or warm.")] = "hot",
+    priority: Annotated[float, typer.Option(help="Share beside other jobs.")] = 1.0,
+    within: Annotated[float | None, typer.Option(help="Seconds until it should be there.")] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep it until `forebay unpin`.")] = False,
+    owner: Annotated[str | None, typer.Option(help="For whom; default: you.")] = None,
+    tenant: Annotated[str, typer.Option(help="Whose quota it counts for.")] = "",
     json: AsJson = False,
 ) -> None:
-    """Bring a dataset into this node's hot tier."""
+    """Bring a dataset, or a part of it, into this node's hot tier."""
     settings = Settings.load()
-    dataset = _dataset(settings, url, format, name)
-    job = ask(settings.stager_socket, Stage(dataset.id), expect=JobReply).job
+    target = next((known for known in _TARGETS if known == tier), None)
+    if target is None:
+        raise typer.BadParameter(f"{tier!r} is not one of {', '.join(_TARGETS)}")
+    dataset = _dataset(settings, url, format, name, tenant)
+    request = Stage(
+        dataset.id,
+        Selection(glob, keys.read_text().split() if keys else None, sample),
+        target,
+        priority,
+        within,
+        pin,
+        owner=owner or getpass.getuser(),
+    )
+    job = ask(settings.stager_socket, request, expect=JobReply).job
     if wait:
-        job = _follow(settings, job)
-    if json:
-        render.print_json(job)
-    else:
-        done = f"{job.shards_done}/{job.shards_total} shards, {format_bytes(job.bytes_done)}"
-        render.out.print(f"{job.dataset}: {job.state} ({done}), job {job.id}")
-        for key, reason in job.failed.items():
-            render.err.print(f"failed: {key}: {reason}", style="red")
-    if job.state == "failed":
+        job = follow(settings, job)
+    render.print_json(job) if json else print_job(job)
+    if ended_badly(job):
         raise typer.Exit(1)
 
 
-def _dataset(settings: Settings, url: str, format: str, name: str | None) -> Dataset:
+def print_job(job: StageJob) -> None:
+    done = f"{job.shards_done}/{job.shards_total} shards, {format_bytes(job.bytes_done)}"
+    render.out.print(f"{job.dataset}: {job.state} ({done}), job {job.id}")
+    for key, reason in job.failed.items():
+        render.err.print(f"failed: {key}: {reason}", style="red", markup=False)
+
+
+def ended_badly(job: StageJob) -> bool:
+    return job.state in ("partial", "failed", "cancelled")
+
+
+def _dataset(settings: Settings, url: str, format: str, name: str | None, tenant: str) -> Dataset:
     if "/" in url:
-        return register_dataset(settings, Register(url, format, name), "cli")
+        return register_dataset(settings, Register(url, format, name, tenant=tenant), "cli")
     return find_dataset(settings, url, "cli")
 
 
-def _follow(settings: Settings, job: StageJob) -> StageJob:
+def follow(settings: Settings, job: StageJob) -> StageJob:
+    """A progress bar on stderr until it ends."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -135,7 +170,7 @@ def _print_status(stager: StagerStatus | None, checkpoint: CheckpointStatus | No
             ("fetched from cold", format_bytes(stager.fetched_cold_bytes)),
             ("fetched from warm", format_bytes(stager.fetched_warm_bytes)),
             ("fetches, evictions", f"{stager.fetches}, {stager.evictions}"),
-            ("directory", stager.hot_dir),
+            *((f"disk, {disk.state}", disk.folder) for disk in stager.disks),
         ]
         render.print_table(("STAGERD", f"pid {stager.pid}"), rows)
     if checkpoint:

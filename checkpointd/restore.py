@@ -12,9 +12,13 @@ from forebay.checkpointd.layout import Commit
 from forebay.checkpointd.spool import Spool
 from forebay.checkpointd.upload import read_digest
 from forebay.core.config import Settings
-from forebay.core.errors import CheckpointCorrupt, ForebayError, NoCheckpoint, ObjectNotFound
+from forebay.core.errors import CheckpointCorrupt, DigestMismatch, ForebayError, NoCheckpoint, ObjectNotFound
 from forebay.core.protocol import Checkpoint, CheckpointOpened
+from forebay.tiers.budget import Class, Gate, Ticket
 from forebay.tiers.digest import digest_file
+from forebay.tiers.filesystem import os_error
+from forebay.tiers.flow import Flow
+from forebay.tiers.landing import FileLanding
 from forebay.tiers.store import Store
 from forebay.tiers.transfer import Transfers
 
@@ -124,12 +128,15 @@ async def _bring(
         info = await upstream.head(key)
     except ObjectNotFound as err:
         raise CheckpointCorrupt(f"{file.name} is missing upstream") from err
-    fetched = await Transfers(settings.transfer).fetch(upstream, info, path)
-    if fetched.digest != file.digest:
-        path.unlink()
-        raise CheckpointCorrupt(
-            f"{file.name} has digest {fetched.digest} upstream, its commit says {file.digest}"
-        )
+    transfers = Transfers(settings.transfer, Gate(settings.transfer.inflight_bytes))
+    flow = Flow(upstream.url, settings.source_of(upstream.url).concurrency)
+    ticket = Ticket(Class.RESTORE)
+    try:
+        await transfers.fetch(upstream, flow, info, lambda: FileLanding(path), ticket, file.digest)
+    except DigestMismatch as err:
+        raise CheckpointCorrupt(f"{file.name} is damaged upstream: {err.message}") from err
+    except OSError as err:
+        raise os_error(err, path) from err
 
 
 def _describe(

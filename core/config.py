@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -37,6 +38,14 @@ def _size(text: str | int) -> int:
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
 
 
+def _paths(value: object) -> object:
+    """One path, several with `:` between them, or a list."""
+    return tuple(value.split(os.pathsep)) if isinstance(value, str) and value else value
+
+
+Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_paths)]
+
+
 def _default_home() -> Path:
     if os.geteuid() == 0:
         return Path("/var/lib/forebay")
@@ -50,13 +59,31 @@ class _Section(BaseModel):
 class StagerSettings(_Section):
     """stagerd: the hot tier of this node."""
 
-    hot_dir: Path | None = Field(None, description="directory on local NVMe; default <home>/hot")
-    warm_dir: Path | None = Field(None, description="directory on a file system shared by the nodes")
-    capacity: Size = Field(_size("100GB"), description="allocated bytes the hot tier may hold")
-    reserve: Size = Field(_size("256MiB"), description="bytes of the disk left free whatever happens")
+    hot_dir: Paths = Field((), description="directories on local NVMe, one per disk; default <home>/hot")
+    capacity: Size = Field(_size("100GB"), description="allocated bytes the hot tier may hold, all disks")
+    reserve: Size = Field(_size("256MiB"), description="bytes of each disk left free whatever happens")
+    reserve_inodes: int = Field(1000, ge=0, description="inodes of each disk left free")
+    overflow: Size = Field(_size("1GiB"), description="memory for shards that no disk can take")
+    low_water: float = Field(1.0, gt=0, le=1, description="share of the capacity that idle shards are cut to")
+    high_water: float = Field(1.0, gt=0, le=1, description="share that starts the cutting; 1: never")
+    quotas: dict[str, Size] = Field(default={}, description="most allocated bytes per tenant")
     lookahead: Size = Field(_size("4GiB"), description="bytes fetched ahead of each loader's plan")
     concurrency: int = Field(32, ge=1, le=256, description="shards fetched at once")
     wait_s: float = Field(120.0, gt=0, description="longest wait of a loader for one shard")
+    stall_s: float = Field(10.0, gt=0, description="a disk silent for so long counts as failing")
+    scrub_rate: Size = Field(_size("50MB"), description="bytes per second read again to check; 0: never")
+    drain_s: float = Field(5.0, gt=0, description="longest wait for ranges on their way at the end")
+
+
+class WarmSettings(_Section):
+    """The warm tier: a directory that the nodes share, or any URL."""
+
+    url: str | None = Field(None, description="path or URL; none: every node fetches from cold")
+    capacity: Size = Field(0, description="bytes it may hold, all nodes together; 0: no limit")
+    coordinator: str = Field("claims", description="who fetches: `claims` (files beside) or redis://host")
+    heartbeat_s: float = Field(2.0, gt=0, description="how often a claim's owner shows that it lives")
+    stale_s: float = Field(10.0, gt=0, description="a claim without sign of life for so long is taken over")
+    timeout_s: float = Field(10.0, gt=0, description="longest wait for one answer of the warm tier")
 
 
 class TransferSettings(_Section):
@@ -67,6 +94,26 @@ class TransferSettings(_Section):
     inflight_bytes: Size = Field(_size("512MiB"), description="bytes in memory at once, all fetches together")
     attempts: int = Field(4, ge=1, description="tries per request")
     attempt_timeout_s: float = Field(30.0, gt=0, description="limit of one request")
+    cached_bytes: Size = Field(_size("4GiB"), description="page cache that stage jobs may fill")
+
+
+class NetworkSettings(_Section):
+    """What all transfers of the node share."""
+
+    rate: Size = Field(0, description="bytes per second, in and out together; 0: no limit")
+    drain_rate: Size = Field(0, description="same for checkpointd while stagerd is away; 0: no limit")
+
+
+class SourceSettings(_Section):
+    """How to reach what lies below a URL; the longest that fits counts."""
+
+    url: str
+    rate: Size = Field(0, description="bytes per second; 0: no limit")
+    concurrency: int = Field(64, ge=1, le=1024, description="most requests at once")
+    proxy: str | None = Field(None, description="URL of an HTTP proxy")
+    ca_file: Path | None = Field(None, description="certificates (PEM) to trust besides the system's")
+    requester_pays: bool = False
+    profile: str | None = Field(None, description="profile of the AWS configuration files")
 
 
 class CheckpointSettings(_Section):
@@ -103,14 +150,22 @@ class Settings(BaseSettings):
 
     home: Path = Field(default_factory=_default_home, description="state of this node")
     stager: StagerSettings = StagerSettings()  # type: ignore[call-arg]
+    warm: WarmSettings = WarmSettings()  # type: ignore[call-arg]
     transfer: TransferSettings = TransferSettings()  # type: ignore[call-arg]
+    network: NetworkSettings = NetworkSettings()  # type: ignore[call-arg]
+    source: tuple[SourceSettings, ...] = ()
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
     api: ApiSettings = ApiSettings()  # type: ignore[call-arg]
     s3: S3Settings = S3Settings()  # type: ignore[call-arg]
 
     @property
-    def hot_dir(self) -> Path:
-        return self.stager.hot_dir or self.home / "hot"
+    def hot_dirs(self) -> tuple[Path, ...]:
+        return self.stager.hot_dir or (self.home / "hot",)
+
+    def source_of(self, url: str) -> SourceSettings:
+        """What was set for the longest URL that `url` lies below, else the defaults."""
+        fitting = [s for s in self.source if f"{url}/".startswith(f"{s.url.rstrip('/')}/")]
+        return max(fitting, key=lambda s: len(s.url), default=SourceSettings(url=url))  # type: ignore[call-arg]
 
     @property
     def spool_dir(self) -> Path:

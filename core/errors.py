@@ -18,7 +18,8 @@
     ├── IntegrityError            bytes are not what they should be
     │   ├── ShortBody             fewer bytes than announced (tried again)
     │   ├── DigestMismatch        wrong bytes (tried again, then fails)
-    │   └── ObjectChanged         the object was replaced under its key
+    │   ├── ObjectChanged         the object was replaced under its key
+    │   └── ListingBroken         pages repeat, or come out of order
     ├── FormatError               a shard is not what its format says
     │   ├── TruncatedShard
     │   ├── DuplicateMember
@@ -27,12 +28,14 @@
     │   ├── ShardTooLarge         one shard is larger than the tier
     │   ├── WorkingSetTooLarge    what must be held at once cannot fit
     │   ├── TierFull              everything held is in use or pinned
+    │   ├── QuotaExceeded         the tenant may not hold that much
     │   └── DiskFull              the disk refuses
     ├── DaemonError
     │   ├── DaemonUnavailable     nobody listens on the socket
     │   ├── AlreadyRunning        another daemon owns this directory
     │   ├── ProtocolError         a message could not be understood
-    │   └── WaitTimeout           a wait reached its end
+    │   ├── WaitTimeout           a wait reached its end
+    │   └── Cancelled             somebody called it off
     └── CheckpointError
         ├── SaveFailed            an earlier save did not reach its level
         ├── CheckpointCorrupt     a file does not match its digest
@@ -116,7 +119,13 @@ class StoreUnreachable(StoreError):
 
 
 class StoreBusy(StoreError):
+    """`retry_after_s` is what the server asked for, when it did."""
+
     code, status = "store_busy", 503
+
+    def __init__(self, message: str, *, hint: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
 
 
 class AccessDenied(StoreError):
@@ -143,6 +152,11 @@ class DigestMismatch(IntegrityError):
 class ObjectChanged(IntegrityError):
     code, status = "object_changed", 409
     default_hint = "register the dataset again to take the new version"
+
+
+class ListingBroken(IntegrityError):
+    code = "listing_broken"
+    default_hint = "list again; when it stays, the server's listing is at fault"
 
 
 class FormatError(ForebayError):
@@ -179,6 +193,11 @@ class TierFull(CapacityError):
     code = "tier_full"
 
 
+class QuotaExceeded(CapacityError):
+    code = "quota_exceeded"
+    default_hint = "raise stager.quotas for that tenant"
+
+
 class DiskFull(CapacityError):
     code = "disk_full"
     default_hint = "free space on that disk, or lower the capacity set for it"
@@ -203,6 +222,10 @@ class ProtocolError(DaemonError):
 
 class WaitTimeout(DaemonError):
     code, status = "wait_timeout", 504
+
+
+class Cancelled(DaemonError):
+    code, status = "cancelled", 409
 
 
 class CheckpointError(ForebayError):

@@ -25,6 +25,25 @@ stager_hot_bytes = Gauge("forebay_stager_hot_bytes", "Allocated bytes in the hot
 stager_capacity_bytes = Gauge("forebay_stager_capacity_bytes", "Capacity of the hot tier", registry=STAGER)
 stager_sessions = Gauge("forebay_stager_sessions_count", "Connected sessions", registry=STAGER)
 
+stager_damaged = Counter("forebay_stager_damaged", "Staged files found damaged", registry=STAGER)
+stager_disk_failures = Counter("forebay_stager_disk_failures", "Failures of hot disks", registry=STAGER)
+stager_overflows = Counter(
+    "forebay_stager_overflows", "Shards served from memory because no disk could take them", registry=STAGER
+)
+stager_scrubbed_bytes = Counter("forebay_stager_scrubbed_bytes", "Bytes read again to check", registry=STAGER)
+warm_errors = Counter(
+    "forebay_warm_errors", "Times the warm tier failed and was gone without", ["action"], registry=STAGER
+)
+warm_takeovers = Counter("forebay_warm_takeovers", "Claims of silent owners taken over", registry=STAGER)
+warm_bytes = Gauge("forebay_warm_bytes", "Bytes in the warm tier when last counted", registry=STAGER)
+transfer_hedges = Counter("forebay_transfer_hedges", "Second requests past the p95", registry=STAGER)
+transfer_throttled = Counter(
+    "forebay_transfer_throttled", "Requests that the source refused or left unanswered", registry=STAGER
+)
+transfer_window = Gauge(
+    "forebay_transfer_window_count", "Requests that a source may have at once", ["source"], registry=STAGER
+)
+
 checkpoint_seconds = Histogram(
     "forebay_checkpoint_seconds",
     "Seconds from absorbed to each level",

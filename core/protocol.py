@@ -19,7 +19,8 @@ VERSION = 1
 
 Level = Literal["absorbed", "local", "durable", "committed"]
 LEVELS: tuple[Level, ...] = ("absorbed", "local", "durable", "committed")
-JobState = Literal["running", "done", "failed"]
+JobState = Literal["running", "done", "partial", "failed", "cancelled"]
+Target = Literal["hot", "warm"]
 
 
 class Message(msgspec.Struct, tag_field="kind", frozen=True):
@@ -81,6 +82,7 @@ class Dataset(msgspec.Struct, frozen=True):
     name: str
     url: str
     format: str
+    tenant: str
     fingerprint: str
     shards: int
     size_bytes: int
@@ -99,6 +101,7 @@ class Register(Message, tag="register", frozen=True):
     format: str = "webdataset"
     name: str | None = None
     keys: list[str] | None = None
+    tenant: str = ""
 
 
 class OpenDataset(Message, tag="open_dataset", frozen=True):
@@ -193,24 +196,56 @@ class IndexTask(Message, tag="index_task", frozen=True):
     shard: int | None
 
 
+class Selection(msgspec.Struct, frozen=True):
+    """Which shards of a dataset: all, or those that pass every test that is given.
+
+    `glob` on the key (fnmatch), `keys` as they are, `sample` a share of them (0 to 1), the same each time.
+    """
+
+    glob: str | None = None
+    keys: list[str] | None = None
+    sample: float | None = None
+
+
 class StageJob(msgspec.Struct, frozen=True):
-    """Bring a whole dataset into the hot tier. `failed` maps keys to reasons."""
+    """Bring shards into a tier. `failed` maps keys to reasons; done + failed make total at the end.
+
+    `partial` is a failure: some are there, not all. Times are seconds since the epoch.
+    """
 
     id: str
     dataset: str
+    dataset_id: str
+    owner: str
     state: JobState
+    selection: Selection
+    tier: Target
+    priority: float
+    deadline_at: float | None
+    pin: str | None
     shards_total: int
     shards_done: int
     bytes_total: int
     bytes_done: int
     failed: dict[str, str]
     version: int
+    started_at: float
+    ended_at: float | None = None
+    rate_bps: float = 0.0
+    eta_s: float | None = None
 
 
 class Stage(Message, tag="stage", frozen=True):
-    """-> JobReply."""
+    """-> JobReply. `priority` is the job's share beside others; `pin` keeps what it brings."""
 
     dataset_id: str
+    selection: Selection = Selection()
+    tier: Target = "hot"
+    priority: float = 1.0
+    deadline_s: float | None = None
+    pin: bool = False
+    pin_s: float | None = None
+    owner: str = ""
 
 
 class WaitJob(Message, tag="wait_job", frozen=True):
@@ -219,6 +254,18 @@ class WaitJob(Message, tag="wait_job", frozen=True):
     job_id: str
     version: int = -1
     timeout_s: float = 0.0
+
+
+class CancelJob(Message, tag="cancel_job", frozen=True):
+    """Call it off; what it brought stays, what others want goes on -> JobReply."""
+
+    job_id: str
+
+
+class RetryJob(Message, tag="retry_job", frozen=True):
+    """Try the failed shards of an ended job again -> JobReply."""
+
+    job_id: str
 
 
 class JobReply(Message, tag="job", frozen=True):
@@ -230,14 +277,90 @@ class ListJobs(Message, tag="list_jobs", frozen=True):
 
 
 class Jobs(Message, tag="jobs", frozen=True):
+    """Newest first."""
+
     jobs: list[StageJob]
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """Shards that are not evicted until it is dropped, or its time is over."""
+
+    id: str
+    owner: str
+    dataset_id: str
+    made_at: float
+    expires_at: float | None
+
+
+class AddPin(Message, tag="add_pin", frozen=True):
+    """-> PinReply."""
+
+    dataset_id: str
+    owner: str
+    selection: Selection = Selection()
+    ttl_s: float | None = None
+
+
+class PinReply(Message, tag="pin", frozen=True):
+    pin: Pin
+
+
+class DropPin(Message, tag="drop_pin", frozen=True):
+    """-> Done."""
+
+    pin_id: str
+
+
+class ListPins(Message, tag="list_pins", frozen=True):
+    """-> Pins."""
+
+
+class Pins(Message, tag="pins", frozen=True):
+    pins: list[Pin]
+
+
+class Evict(Message, tag="evict", frozen=True):
+    """Give up what is staged of a dataset, but for what is in use or pinned -> Evicted."""
+
+    dataset_id: str
+    selection: Selection = Selection()
+
+
+class Evicted(Message, tag="evicted", frozen=True):
+    shards: int
+    kept: int
+
+
+class TakeBandwidth(Message, tag="take_bandwidth", frozen=True):
+    """checkpointd asks to move so many bytes up or down -> Done, when it may."""
+
+    size_bytes: int
+    restore: bool = False
+
+
+class DiskStatus(msgspec.Struct, frozen=True):
+    folder: str
+    state: str
+    capacity_bytes: int
+    held_bytes: int
+    failures: int
+
+
+class SourceStatus(msgspec.Struct, frozen=True):
+    """How hard a source is asked now."""
+
+    name: str
+    window: int
+    throttled: int
+    hedged: int
 
 
 class StagerStatus(Message, tag="stager_status", frozen=True):
     pid: int
     node: str
-    hot_dir: str
-    warm_dir: str | None
+    disks: list[DiskStatus]
+    sources: list[SourceStatus]
+    warm: str | None
     capacity_bytes: int
     held_bytes: int
     leased_bytes: int
@@ -248,6 +371,7 @@ class StagerStatus(Message, tag="stager_status", frozen=True):
     fetched_cold_bytes: int
     fetched_warm_bytes: int
     evictions: int
+    overflow_bytes: int
 
 
 # checkpointd

@@ -9,13 +9,14 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
 import structlog
 
-from forebay.core.errors import AlreadyRunning
+from forebay.core.errors import AlreadyRunning, ForebayError
 
 log = structlog.get_logger()
 
@@ -62,6 +63,18 @@ def own_directory(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
+@contextmanager
+def own_directories(*paths: Path) -> Iterator[None]:
+    """All of them, or AlreadyRunning. A disk that fails has nobody else on it either."""
+    with ExitStack() as stack:
+        for path in paths:
+            try:
+                stack.enter_context(own_directory(path))
+            except OSError as err:
+                log.warning("directory cannot be taken", path=str(path), error=str(err))
+        yield
+
+
 def notify(state: str) -> None:
     """Tell systemd, when it asked to be told (sd_notify(3))."""
     address = os.environ.get("NOTIFY_SOCKET")
@@ -71,24 +84,61 @@ def notify(state: str) -> None:
         sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
-def run(name: str, main: Callable[[], Awaitable[None]]) -> None:
-    """Run `main` until it ends or a signal asks it to."""
+def run(
+    name: str,
+    main: Callable[[], Awaitable[None]],
+    *,
+    drain: Callable[[], Awaitable[None]] | None = None,
+    reload: Callable[[], None] | None = None,
+) -> None:
+    """Run `main` until it ends or SIGTERM or SIGINT asks it to.
+
+    `drain` comes first then, and has to end by itself; a second signal cuts it short. `reload` answers
+    SIGHUP.
+    """
     configure_logging()
     structlog.contextvars.bind_contextvars(daemon=name)
-    anyio.run(_until_signal, name, main, backend_options={"use_uvloop": True})
+    anyio.run(partial(_until_signal, main, drain, reload), backend_options={"use_uvloop": True})
 
 
-async def _until_signal(name: str, main: Callable[[], Awaitable[None]]) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+async def _until_signal(
+    main: Callable[[], Awaitable[None]],
+    drain: Callable[[], Awaitable[None]] | None,
+    reload: Callable[[], None] | None,
+) -> None:
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if reload else (signal.SIGTERM, signal.SIGINT)
+    with anyio.open_signal_receiver(*handled) as signals:
         async with anyio.create_task_group() as tasks:
 
             async def work() -> None:
                 await main()
                 tasks.cancel_scope.cancel()
 
+            async def end() -> None:
+                if drain:
+                    await drain()
+                tasks.cancel_scope.cancel()
+
+            stopping = False
             tasks.start_soon(work)
             async for signum in signals:
+                if signum == signal.SIGHUP and reload:
+                    _reload(reload)
+                    continue
                 log.info("stopping", signal=signal.Signals(signum).name)
                 notify("STOPPING=1")
-                tasks.cancel_scope.cancel()
-                break
+                if stopping or not drain:
+                    break
+                stopping = True
+                tasks.start_soon(end)
+            tasks.cancel_scope.cancel()
+
+
+def _reload(reload: Callable[[], None]) -> None:
+    """A mistake in the new settings leaves the old ones in force."""
+    notify("RELOADING=1")
+    try:
+        reload()
+    except ForebayError as err:
+        log.error("not reloaded, the old settings stay", error=str(err))
+    notify("READY=1")

@@ -16,7 +16,7 @@ import anyio
 from forebay.core.config import Settings
 from forebay.core.errors import AlreadyRunning, root_cause
 from forebay.core.service import run
-from forebay.stager.daemon import main as serve
+from forebay.stager.daemon import Stagerd
 
 
 def parse() -> argparse.Namespace:
@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
 
 async def until_parent_ends(settings: Settings) -> None:
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(serve, settings)
+        tasks.start_soon(Stagerd(settings).main)
         await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
         tasks.cancel_scope.cancel()
 

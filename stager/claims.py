@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import anyio
 
-from forebay.stager.catalog import Catalog
 from forebay.stager.manifest import Manifest, Shard
+from forebay.stager.registry import Registry
 
 
 class IndexClaims:
     """Claims belong to sessions; a session that dies gives its claims back."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self._owners: dict[str, int] = {}
         self._changed = anyio.Event()
 
@@ -20,15 +20,13 @@ class IndexClaims:
         """A shard that nobody has indexed or is indexing; None when all are indexed."""
         while True:
             changed = self._changed
-            missing = [
-                shard
-                for shard in map(manifest.shard, range(len(manifest)))
-                if self._catalog.samples(shard.id) < 0
-            ]
-            free = next((shard for shard in missing if shard.id not in self._owners), None)
-            if free is not None:
-                self._owners[free.id] = session
-                return free.number
+            missing = 0
+            for shard in map(manifest.shard, range(len(manifest))):
+                if self._registry.samples(shard.id) < 0:
+                    missing += 1
+                    if shard.id not in self._owners:
+                        self._owners[shard.id] = session
+                        return shard.number
             if not missing:
                 return None
             await changed.wait()

@@ -1,112 +1,134 @@
-"""The hot tier: a directory on local NVMe that stagerd alone owns.
+"""The hot tier: some disks as one, who has what open, and memory for what no disk can take.
 
-Everything lives below <hot>/forebay/objects/<aa>/<id>; nothing else on the disk is ever touched,
-and links there are never followed (S2). Space is reserved before a byte is fetched (S4).
+Which disk a shard goes to is decided by its id alone (rendezvous hashing: D. Thaler, C. Ravishankar,
+"A name-based mapping scheme for rendezvous", 1996), among those that work: a disk that fails takes
+only its own share along.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import stat
-import time
 from collections import Counter
 from pathlib import Path
 
-import structlog
-from anyio import to_thread
+import xxhash
 
 from forebay.core import metrics
-from forebay.core.errors import DiskFull, ShardTooLarge
-from forebay.core.service import boot_id
+from forebay.core.config import Settings, StagerSettings
+from forebay.core.errors import DiskFull, QuotaExceeded
 from forebay.core.units import format_bytes
 from forebay.stager.catalog import Catalog, Held
-from forebay.stager.evictor import victims
+from forebay.stager.disk import HotDisk, allocated
+from forebay.stager.evictor import Evictor
 from forebay.stager.manifest import Shard
+from forebay.stager.pins import Pins
 from forebay.stager.plan import PlanBook
-from forebay.tiers.digest import digest_fd
-from forebay.tiers.filesystem import OWN_TEMPORARY, TEMPORARY
-from forebay.tiers.transfer import Fetched
-
-log = structlog.get_logger()
-
-_OBJECT_NAME = re.compile(r"[0-9a-f]{32}")
-# What a file may take beyond its length: it is counted in blocks (S4).
-_BLOCK_BYTES = 4096
-
-
-def allocated(size_bytes: int) -> int:
-    return -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+from forebay.tiers.landing import Fetched, Landing, MemoryLanding
 
 
 class HotTier:
-    """Counts, opens, leases, evicts. All methods run on the daemon's event loop."""
+    """All methods run on the daemon's event loop."""
 
-    def __init__(
-        self, folder: Path, capacity_bytes: int, reserve_bytes: int, catalog: Catalog, plans: PlanBook
-    ) -> None:
-        self.root = folder / "forebay" / "objects"
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.capacity_bytes = capacity_bytes
-        self._reserve_bytes = reserve_bytes
+    def __init__(self, settings: Settings, catalog: Catalog, plans: PlanBook, pins: Pins) -> None:
+        self._settings = settings.stager
         self._catalog = catalog
         self._plans = plans
-        self._boot = boot_id()
-        self._held = catalog.held()
-        self.held_bytes = sum(held.blocks_bytes for held in self._held.values())
+        self._pins = pins
         self._leases: Counter[str] = Counter()
-        self._reserved: dict[str, int] = {}
-        self.evictions = 0
-        metrics.stager_capacity_bytes.set(capacity_bytes)
-        self._gauge()
+        self._leased_bytes: dict[str, int] = {}
+        self._where: dict[str, HotDisk | None] = {}
+        self._memory: dict[str, Fetched] = {}
+        self._promised_bytes: dict[str, int] = {}
+        share = self._settings.capacity // len(settings.hot_dirs)
+        self.disks = [
+            HotDisk(folder, share, self._settings, catalog, self._evictor(str(folder)))
+            for folder in settings.hot_dirs
+        ]
+        self._by_name = {found.name: found for found in self.disks}
+        pins.on_change = self._rank_again
+        metrics.stager_capacity_bytes.set(self.capacity_bytes)
+
+    def configure(self, settings: StagerSettings) -> None:
+        """New limits; what is above them goes as room is needed."""
+        self._settings = settings
+        for disk in self.disks:
+            disk.configure(settings, settings.capacity // len(self.disks))
+        metrics.stager_capacity_bytes.set(self.capacity_bytes)
+
+    def _evictor(self, disk: str) -> Evictor:
+        return Evictor(disk, self._catalog, self._plans, self._leases.__contains__, self._pins.holds)
+
+    def _rank_again(self) -> None:
+        for disk in self.disks:
+            disk.evictor.rank_again()
 
     # What is there
 
     @property
+    def capacity_bytes(self) -> int:
+        return sum(disk.capacity_bytes for disk in self.disks)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(disk.held_bytes for disk in self.disks)
+
+    @property
     def reserved_bytes(self) -> int:
-        return sum(self._reserved.values())
+        return sum(disk.reserved_bytes for disk in self.disks)
 
     @property
     def leased_bytes(self) -> int:
-        return sum(self._held[i].blocks_bytes for i in self._leases if i in self._held)
+        return sum(self._leased_bytes.values())
+
+    @property
+    def evictions(self) -> int:
+        return sum(disk.evictions for disk in self.disks)
+
+    @property
+    def overflow_bytes(self) -> int:
+        """Memory that holds, or will hold, what no disk could take."""
+        return sum(f.size_bytes for f in self._memory.values()) + sum(self._promised_bytes.values())
 
     def __len__(self) -> int:
-        return len(self._held)
+        return self._catalog.totals().objects
 
     def __contains__(self, object_id: str) -> bool:
-        return object_id in self._held
+        return object_id in self._memory or self._held(object_id) is not None
 
-    def path(self, object_id: str) -> Path:
-        return self.root / object_id[:2] / object_id
+    def _held(self, object_id: str) -> tuple[HotDisk, Held] | None:
+        """Only what lies on a disk that works."""
+        held = self._catalog.get(object_id)
+        disk = self._by_name.get(held.disk) if held else None
+        return (disk, held) if disk and held and disk.health.usable else None
 
-    async def open(self, object_id: str) -> tuple[int, Held] | None:
-        """A descriptor of a staged object, or None: a file that is gone or damaged is a miss.
+    def ids(self) -> list[str]:
+        """Of everything staged on disks that work."""
+        return [i for disk in self.disks if disk.health.usable for i in self._catalog.ids(disk.name)]
 
-        A file from another boot of the machine was perhaps never flushed: verified on first use (S3).
-        """
-        held = self._held.get(object_id)
-        if held is None:
-            return None
-        try:
-            fd = os.open(self.path(object_id), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as err:
-            log.warning("staged file lost", object=object_id, error=str(err))
-            self._forget(object_id)
-            return None
-        try:
-            sound = os.fstat(fd).st_size == held.size_bytes
-            if sound and held.boot_id != self._boot:
-                sound = await to_thread.run_sync(digest_fd, fd) == held.digest
-                held.boot_id = self._boot
-            if sound:
-                held.used_at = time.time()
-                self._catalog.put_object(held)
-                return os.dup(fd), held
-        finally:
-            os.close(fd)
-        log.warning("staged file damaged", object=object_id)
-        self._evict(held)
+    def where(self, object_id: str) -> tuple[Path, str] | None:
+        """Path and digest of what is staged on a disk."""
+        found = self._held(object_id)
+        return (found[0].path(object_id), found[1].digest) if found else None
+
+    async def open(self, object_id: str) -> tuple[int, str] | None:
+        """A descriptor and a digest, or None: it has to be fetched."""
+        if fetched := self._memory.get(object_id):
+            assert fetched.fd is not None
+            return os.open(f"/proc/self/fd/{fetched.fd}", os.O_RDONLY | os.O_CLOEXEC), fetched.digest
+        if found := self._held(object_id):
+            disk, held = found
+            fd = await disk.open(held)
+            if fd is not None:
+                self._catalog.touch(object_id)
+                if object_id in self._leases:
+                    self._leased_bytes[object_id] = held.blocks_bytes
+                return fd, held.digest
         return None
+
+    def used(self, object_id: str) -> None:
+        """A plan has passed it: its next use is another now."""
+        if found := self._held(object_id):
+            found[0].evictor.came(object_id, found[1].used_at)
 
     # Leases
 
@@ -117,105 +139,110 @@ class HotTier:
         self._leases[object_id] -= 1
         if self._leases[object_id] <= 0:
             del self._leases[object_id]
+            self._leased_bytes.pop(object_id, None)
+            self._drop_memory(object_id)
+            self.used(object_id)
+
+    def _drop_memory(self, object_id: str) -> None:
+        if fetched := self._memory.pop(object_id, None):
+            assert fetched.fd is not None
+            os.close(fetched.fd)
 
     # Room
 
-    def reserve(self, shard: Shard, next_use_bytes: float) -> bool:
-        """Take room for a shard, giving up others that are used later; False when that is not enough.
+    def reserve(self, shard: Shard, next_use_bytes: float, tenant: str, *, must: bool) -> bool:
+        """Take room for a shard, on a disk; False when that is not enough now.
 
-        Raises ShardTooLarge, and DiskFull when it is strangers' files that leave no room.
+        With `must`, a rank waits: what no disk can take goes to memory. Raises ShardTooLarge,
+        QuotaExceeded, DiskFull.
         """
-        need_bytes = allocated(shard.size_bytes)
-        if need_bytes > self.capacity_bytes:
-            raise ShardTooLarge(
-                f"{shard.name} takes {format_bytes(need_bytes)}, "
-                f"the hot tier holds {format_bytes(self.capacity_bytes)} in all",
-                hint="raise stager.capacity, or write smaller shards",
-            )
-        over_capacity = self.held_bytes + self.reserved_bytes + need_bytes - self.capacity_bytes
-        short_on_disk = need_bytes - self._free_on_disk()
-        missing = max(over_capacity, short_on_disk)
-        if missing > 0:
-            idle = [held for held in self._held.values() if held.id not in self._leases]
-            chosen = victims(idle, missing, self._plans.next_use_bytes, next_use_bytes)
-            if chosen is None:
-                if short_on_disk > 0 and not self._held and not self._reserved:
-                    raise DiskFull(
-                        f"{self.root} has no room for {shard.name} ({format_bytes(need_bytes)}) "
-                        f"above the reserve of {format_bytes(self._reserve_bytes)}"
-                    )
-                return False
-            for held in chosen:
-                self._evict(held)
-                self.evictions += 1
-                metrics.stager_evictions.inc()
-        self._reserved[shard.id] = need_bytes
-        return True
-
-    def cancel(self, shard: Shard) -> None:
-        self._reserved.pop(shard.id, None)
-
-    def keep(self, shard: Shard, fetched: Fetched) -> None:
-        """The reservation becomes a staged object."""
-        self._reserved.pop(shard.id, None)
-        held = Held(
-            shard.id, fetched.size_bytes, fetched.blocks_bytes, fetched.digest, self._boot, time.time()
+        over_quota_bytes = self._over_quota(shard, tenant)
+        disk = self._disk_for(shard.id)
+        problem: DiskFull | None = None
+        if disk is not None:
+            try:
+                if disk.reserve(shard, next_use_bytes, tenant, over_quota_bytes):
+                    self._where[shard.id] = disk
+                    return True
+                if disk.health.usable:
+                    return False
+            except DiskFull as err:
+                problem = err
+        if must and self.overflow_bytes + shard.size_bytes <= self._settings.overflow:
+            metrics.stager_overflows.inc()
+            self._where[shard.id] = None
+            self._promised_bytes[shard.id] = shard.size_bytes
+            return True
+        raise problem or DiskFull(
+            f"no disk of the hot tier works: {', '.join(d.name for d in self.disks)}",
+            hint="look at the disks; forebay probes them and takes them back by itself",
         )
-        self._held[shard.id] = held
-        self.held_bytes += held.blocks_bytes
-        self._catalog.put_object(held)
-        self._gauge()
+
+    def _disk_for(self, object_id: str) -> HotDisk | None:
+        working = [disk for disk in self.disks if disk.health.usable]
+        return max(
+            working, key=lambda d: xxhash.xxh3_64_intdigest(f"{d.name}\0{object_id}".encode()), default=None
+        )
+
+    def _over_quota(self, shard: Shard, tenant: str) -> int:
+        quota_bytes = self._settings.quotas.get(tenant)
+        if quota_bytes is None:
+            return 0
+        need_bytes = allocated(shard.size_bytes)
+        if need_bytes > quota_bytes:
+            raise QuotaExceeded(
+                f"{shard.name} takes {format_bytes(need_bytes)}, "
+                f"the quota of {tenant!r} is {format_bytes(quota_bytes)}"
+            )
+        return self._catalog.totals(tenant=tenant).blocks_bytes + need_bytes - quota_bytes
+
+    def landing(self, shard: Shard, tenant: str) -> Landing:
+        disk = self._where[shard.id]
+        return disk.landing(shard, tenant) if disk else MemoryLanding()
+
+    def cancel(self, shard: Shard, err: BaseException | None = None) -> None:
+        """The fetch ended without a shard; `err` may tell of the disk."""
+        self._promised_bytes.pop(shard.id, None)
+        if disk := self._where.pop(shard.id, None):
+            disk.cancel(shard)
+            if isinstance(err, OSError):
+                disk.failed(err)
+
+    def keep(self, shard: Shard, fetched: Fetched, tenant: str) -> None:
+        self._promised_bytes.pop(shard.id, None)
+        if disk := self._where.pop(shard.id):
+            disk.keep(shard, fetched, tenant)
+        else:
+            self._memory[shard.id] = fetched
+            if shard.id not in self._leases:
+                self._drop_memory(shard.id)
+        metrics.stager_hot_bytes.set(self.held_bytes)
+
+    def quarantine(self, object_id: str) -> None:
+        if found := self._held(object_id):
+            found[0].quarantine(found[1])
+
+    def evict(self, object_id: str) -> bool:
+        """On request; False for what is in use or pinned."""
+        if object_id in self._leases or self._pins.holds(object_id):
+            return False
+        if found := self._held(object_id):
+            found[0].evict(found[1])
+        return True
 
     def explain_full(self) -> str:
         """Who holds what, for the error of somebody who found no room."""
+        tenants = ", ".join(
+            f"{tenant} {format_bytes(self._catalog.totals(tenant=tenant).blocks_bytes)}"
+            for tenant in self._settings.quotas
+        )
         return (
             f"capacity {format_bytes(self.capacity_bytes)}, staged {format_bytes(self.held_bytes)} "
-            f"of which in use {format_bytes(self.leased_bytes)} "
-            f"in {len(self._leases.keys() & self._held.keys())} shards, "
-            f"being fetched {format_bytes(self.reserved_bytes)}"
+            f"of which in use {format_bytes(self.leased_bytes)} in {len(self._leased_bytes)} shards, "
+            f"{self._pins.explain()}being fetched {format_bytes(self.reserved_bytes)}"
+            f"{f'; by tenant: {tenants}' if tenants else ''}"
         )
 
-    def _free_on_disk(self) -> int:
-        disk = os.statvfs(self.root)
-        # Reserved files are allocated as soon as their fetch begins, perhaps not yet: count them fully.
-        return disk.f_bavail * disk.f_frsize - self._reserve_bytes - self.reserved_bytes
 
-    def _evict(self, held: Held) -> None:
-        self.path(held.id).unlink(missing_ok=True)
-        self._forget(held.id)
-
-    def _forget(self, object_id: str) -> None:
-        if gone := self._held.pop(object_id, None):
-            self.held_bytes -= gone.blocks_bytes
-        self._catalog.drop_object(object_id)
-        self._gauge()
-
-    def _gauge(self) -> None:
-        metrics.stager_hot_bytes.set(self.held_bytes)
-
-    # After a crash
-
-    async def sweep(self) -> None:
-        """Remove what a dead daemon left half done: temporaries and files without a catalog entry.
-
-        Only regular files with names that stagerd gives, below its own directory.
-        """
-        for folder in await to_thread.run_sync(_children, self.root):
-            if folder.is_symlink() or not folder.is_dir():
-                continue
-            for path in await to_thread.run_sync(_children, folder):
-                if self._is_orphan(path):
-                    path.unlink(missing_ok=True)
-                    log.info("swept", path=str(path))
-
-    def _is_orphan(self, path: Path) -> bool:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            return False
-        if path.name.startswith(TEMPORARY):
-            return not path.name.startswith(OWN_TEMPORARY)
-        known = path.name in self._held or path.name in self._reserved
-        return bool(_OBJECT_NAME.fullmatch(path.name)) and not known
-
-
-def _children(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+def _weight(disk: str, object_id: str) -> int:
+    return xxhash.xxh3_64_intdigest(f"{disk}\0{object_id}".encode())

@@ -1,74 +1,91 @@
-"""What to fetch next: demands before lookahead before stage jobs, nearest use first.
+"""What to fetch next: by class, then by deadline (or a job's fair share); each shard once.
 
 One fetch per shard however many want it (S5). All waiters of a fetch get its outcome, data or
-error (F24). Workers wait for a signal, never for a clock.
+error (F24). A fetch that is under way for a stage job is raised when a rank comes to wait for it.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 
 from forebay.core import metrics
 from forebay.core.config import Settings
-from forebay.core.errors import ForebayError, TierFull
+from forebay.core.errors import Cancelled, ForebayError, TierFull
 from forebay.core.units import format_bytes
 from forebay.stager.hot import HotTier
 from forebay.stager.manifest import Shard
-from forebay.stager.plan import PlanBook
+from forebay.stager.plan import NEVER, Plan, PlanBook
 from forebay.stager.sources import Sources
+from forebay.tiers.budget import Class, Gate, Ticket
+from forebay.tiers.filesystem import os_error
 
 log = structlog.get_logger()
 
-# Looking further ahead in a small tier would push out what the next epoch finds again: measured on
-# shuffled epochs at 55 % capacity, 0.81 fetches per use with a full tier of lookahead, 0.63 with this.
-_LOOKAHEAD_SHARE = 4
-
+# What is fetched ahead of need lies in the place of what the next epoch would find again. A sixteenth
+# of the tier costs that much of the hits and no more.
+_LOOKAHEAD_SHARE = 16
 # A demand may push out everything that is not in use, whenever it is used next.
 _ANYTHING = -1.0
+_DISK_TRIES = 3
 
 
-@dataclass
+@dataclass(eq=False)
 class _Want:
-    """A shard somebody waits for. `done` fires when it is staged or has failed."""
+    """A shard that somebody waits for, or that a plan comes to. `done` fires at the end."""
 
     shard: Shard
-    bulk: bool
-    order: int
+    tenant: str
+    ticket: Ticket
     waiters: int = 0
+    fetching: bool = False
     error: ForebayError | None = None
     done: anyio.Event = field(default_factory=anyio.Event)
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
 
 class Scheduler:
-    def __init__(self, hot: HotTier, plans: PlanBook, sources: Sources, settings: Settings) -> None:
+    def __init__(
+        self, hot: HotTier, plans: PlanBook, sources: Sources, gate: Gate, settings: Settings
+    ) -> None:
         self._hot = hot
         self._plans = plans
         self._sources = sources
-        self._settings = settings
-        self._lookahead_bytes = min(settings.stager.lookahead, hot.capacity_bytes // _LOOKAHEAD_SHARE)
+        self._gate = gate
         self._wants: dict[str, _Want] = {}
-        self._fetching: set[str] = set()
         self._failed: set[str] = set()
-        self._order = 0
+        self._busy = 0
         self._changed = anyio.Event()
         self.fetches = 0
+        self.configure(settings)
 
-    async def demand(self, shard: Shard, *, bulk: bool = False) -> None:
+    def configure(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lookahead_bytes = min(settings.stager.lookahead, self._hot.capacity_bytes // _LOOKAHEAD_SHARE)
+
+    async def demand(
+        self, shard: Shard, tenant: str = "", cls: Class = Class.DEMAND, rank: float | None = None
+    ) -> None:
         """Returns when the shard is staged. Raises what the fetch raised, or TierFull at the limit.
 
-        With `bulk` nobody waits at a barrier for it: served after the others, and it pushes out only
-        what is used later than itself.
+        `rank` orders within the class: a deadline, or a job's share; now, when it is not given. Below
+        DEMAND it pushes out only what is used later than itself.
         """
         if shard.id in self._hot:
             return
+        rank = time.monotonic() if rank is None else rank
         want = self._wants.get(shard.id)
         if want is None:
-            self._order += 1
-            want = self._wants[shard.id] = _Want(shard, bulk, self._order)
-        want.bulk &= bulk
+            want = self._wants[shard.id] = _Want(shard, tenant, Ticket(cls, rank))
+        else:
+            want.ticket.raise_to(cls, rank)
+            self._gate.dispatch()
         self.poke()
         want.waiters += 1
         try:
@@ -76,8 +93,8 @@ class Scheduler:
                 await want.done.wait()
         finally:
             want.waiters -= 1
-            if not want.waiters and shard.id not in self._fetching:
-                self._wants.pop(shard.id, None)
+            if not want.waiters:
+                self._nobody_waits(want)
         if want.error:
             raise want.error
         if limit.cancelled_caught:
@@ -86,10 +103,30 @@ class Scheduler:
                 f"({format_bytes(shard.size_bytes)}): {self._hot.explain_full()}"
             )
 
+    async def to_warm(self, shard: Shard, tenant: str, cls: Class, rank: float) -> None:
+        """As `demand`, for the warm tier: by way of the hot one."""
+        await self.demand(shard, tenant, cls, rank)
+        if found := self._hot.where(shard.id):
+            await self._sources.ensure_warm(shard, *found)
+
+    def _nobody_waits(self, want: _Want) -> None:
+        """A job that was called off takes its fetches along, unless a plan comes to them."""
+        if not want.fetching:
+            if self._wants.get(want.shard.id) is want:
+                del self._wants[want.shard.id]
+        elif want.ticket.cls >= Class.BULK and self._plans.next_use_bytes(want.shard.id) == NEVER:
+            want.scope.cancel()
+
     def poke(self) -> None:
-        """Something changed (a plan, a lease, a demand): let idle workers look again."""
+        """Something changed (a plan, a lease, a demand): look again."""
         self._changed.set()
         self._changed = anyio.Event()
+
+    def lost(self) -> None:
+        """Something staged is gone (damage, a disk): plans are looked through again."""
+        for _, plan in self._plans.items():
+            plan.cursor = plan.position
+        self.poke()
 
     def forgive(self) -> None:
         """A new plan or job: what failed before may be tried ahead of need again."""
@@ -98,64 +135,132 @@ class Scheduler:
 
     async def run(self) -> None:
         async with anyio.create_task_group() as tasks:
-            for _ in range(self._settings.stager.concurrency):
-                tasks.start_soon(self._work)
-
-    async def _work(self) -> None:
-        while True:
-            changed = self._changed
-            shard = self._choose()
-            if shard is None:
+            while True:
+                changed = self._changed
+                while self._start_one(tasks):
+                    pass
                 await changed.wait()
-                continue
-            await self._bring(shard)
-            self.poke()
 
-    def _choose(self) -> Shard | None:
+    def _start_one(self, tasks: TaskGroup) -> bool:
+        want = self._choose()
+        if want is None:
+            return False
+        want.fetching = True
+        self._busy += 1
+        tasks.start_soon(self._bring, want)
+        return True
+
+    def _choose(self) -> _Want | None:
         """The next shard to fetch, with room reserved for it."""
-        for want in sorted(self._wants.values(), key=lambda want: (want.bulk, want.order)):
-            shard = want.shard
-            if shard.id in self._fetching:
-                continue
+        full = self._busy >= self._settings.stager.concurrency
+        for want in self._waiting():
+            cls = want.ticket.cls
+            if full and cls > Class.RESTORE:
+                return None
+            if cls > Class.LOOKAHEAD and (ahead := self._next_ahead()):
+                return ahead
+            if self._admitted(want):
+                return want
+        return None if full else self._next_ahead()
+
+    def _waiting(self) -> list[_Want]:
+        waiting = [want for want in self._wants.values() if not want.fetching]
+        return sorted(waiting, key=lambda want: (want.ticket.cls, want.ticket.rank))
+
+    def _admitted(self, want: _Want) -> bool:
+        shard, must = want.shard, want.ticket.cls <= Class.RESTORE
+        if shard.id in self._hot:
+            self._finish(want, None)
+            return False
+        next_use_bytes = _ANYTHING if must else self._plans.next_use_bytes(shard.id)
+        try:
+            admitted = self._hot.reserve(shard, next_use_bytes, want.tenant, must=must)
+        except ForebayError as err:
+            self._finish(want, err)
+            return False
+        if admitted and must:
+            # It may have pushed out what other plans come to soon.
+            self.lost()
+        return admitted
+
+    def _next_ahead(self) -> _Want | None:
+        """The most urgent shard that a plan comes to and nobody has fetched yet."""
+        found = [item for owner, plan in self._plans.items() if (item := self._ahead_in(plan))]
+        for deadline, plan, place, shard in sorted(found, key=lambda item: item[0]):
             try:
-                if self._admit(shard, self._plans.next_use_bytes(shard.id) if want.bulk else _ANYTHING):
-                    return shard
-            except ForebayError as err:
-                self._finish(shard, err)
-        for distance, shard in self._plans.ahead(self._lookahead_bytes):
-            if shard.id in self._hot or shard.id in self._fetching or shard.id in self._failed:
-                continue
-            try:
-                return shard if self._admit(shard, distance) else None
+                if not self._hot.reserve(shard, plan.bytes_until(place), plan.tenant, must=False):
+                    return None
             except ForebayError as err:
                 log.warning("not fetched ahead", shard=shard.name, error=str(err))
                 self._failed.add(shard.id)
+                continue
+            want = self._wants[shard.id] = _Want(shard, plan.tenant, Ticket(Class.LOOKAHEAD, deadline))
+            return want
         return None
 
-    def _admit(self, shard: Shard, next_use_bytes: float) -> bool:
-        admitted = self._hot.reserve(shard, next_use_bytes)
-        if admitted:
-            self._fetching.add(shard.id)
-        return admitted
+    def _ahead_in(self, plan: Plan) -> tuple[float, Plan, int, Shard] | None:
+        if not plan.window:
+            return None
+        for place, shard in plan.ahead(self._lookahead_bytes, plan.cursor):
+            plan.cursor = place
+            if shard.id not in self._wants and shard.id not in self._failed and shard.id not in self._hot:
+                return time.monotonic() + plan.bytes_until(place) / plan.demand.rate_bps, plan, place, shard
+        return None
 
-    async def _bring(self, shard: Shard) -> None:
+    async def _bring(self, want: _Want) -> None:
+        error: ForebayError | None = None
         try:
-            brought = await self._sources.fetch(shard, self._hot.path(shard.id))
+            with want.scope:
+                await self._fetch(want)
         except ForebayError as err:
-            log.warning("fetch failed", shard=shard.name, code=err.code, error=str(err))
+            log.warning("fetch failed", shard=want.shard.name, code=err.code, error=str(err))
             metrics.stager_errors.labels(err.code).inc()
-            self._failed.add(shard.id)
-            self._hot.cancel(shard)
-            self._finish(shard, err)
-            return
-        self._hot.keep(shard, brought.file)
+            self._failed.add(want.shard.id)
+            error = err
+        if want.scope.cancelled_caught:
+            error = Cancelled(f"the fetch of {want.shard.name} was called off")
+        self._busy -= 1
+        self._finish(want, error)
+        self.poke()
+
+    async def _fetch(self, want: _Want) -> None:
+        """A disk that fails under a fetch is gone around: it is tried elsewhere."""
+        shard = want.shard
+        for attempt in range(_DISK_TRIES):
+            try:
+                brought = await self._sources.fetch(
+                    shard, lambda: self._hot.landing(shard, want.tenant), want.ticket, self._elsewhere
+                )
+            except OSError as err:
+                self._hot.cancel(shard, err)
+                if attempt + 1 == _DISK_TRIES or not self._hot.reserve(
+                    shard, _ANYTHING, want.tenant, must=want.ticket.cls <= Class.LOOKAHEAD
+                ):
+                    raise os_error(err, self._hot.disks[0].root) from err
+            except BaseException:
+                self._hot.cancel(shard)
+                raise
+            else:
+                break
+        self._hot.keep(shard, brought.file, want.tenant)
         self.fetches += 1
         metrics.stager_fetches.inc()
-        self._finish(shard, None)
+        self._finish(want, None)
         await self._sources.publish(shard, brought)
 
-    def _finish(self, shard: Shard, error: ForebayError | None) -> None:
-        self._fetching.discard(shard.id)
-        if want := self._wants.pop(shard.id, None):
+    @contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """While another node fetches it, somebody else may have this one's place."""
+        self._busy -= 1
+        self.poke()
+        try:
+            yield
+        finally:
+            self._busy += 1
+
+    def _finish(self, want: _Want, error: ForebayError | None) -> None:
+        if self._wants.get(want.shard.id) is want:
+            del self._wants[want.shard.id]
+        if not want.done.is_set():
             want.error = error
             want.done.set()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -19,13 +21,18 @@ from forebay.core import metrics
 from forebay.core.channel import Handler, Reply
 from forebay.core.errors import IntegrityError, ProtocolError, WorkingSetTooLarge
 from forebay.core.protocol import (
+    AddPin,
     Advance,
+    CancelJob,
     ClaimIndex,
     Counts,
     Dataset,
     DatasetReply,
     Datasets,
     Done,
+    DropPin,
+    Evict,
+    Evicted,
     GetCounts,
     GetMetrics,
     GetStatus,
@@ -34,58 +41,63 @@ from forebay.core.protocol import (
     Jobs,
     ListDatasets,
     ListJobs,
+    ListPins,
     Message,
     MetricsText,
     NeedShard,
     OpenDataset,
     OpenPlan,
+    PinReply,
     PublishIndex,
     Register,
     ReleaseShard,
+    RetryJob,
     ShardReady,
     Stage,
     StagerStatus,
+    TakeBandwidth,
     WaitJob,
 )
+from forebay.core.protocol import Pins as PinList
 from forebay.core.units import format_bytes
-from forebay.stager.catalog import Catalog
 from forebay.stager.claims import IndexClaims
 from forebay.stager.hot import HotTier
 from forebay.stager.jobs import StageJobs
-from forebay.stager.manifest import Shard, freeze, list_shards
+from forebay.stager.listing import list_shards
+from forebay.stager.manifest import Shard, freeze
+from forebay.stager.pins import Pins
 from forebay.stager.plan import Plan, PlanBook
+from forebay.stager.registry import Registry
 from forebay.stager.scheduler import Scheduler
+from forebay.stager.selection import select
 from forebay.stager.sources import Sources
+from forebay.tiers.budget import Class, Gate, Ticket
+from forebay.tiers.flow import Open
 from forebay.tiers.store import normalize_url
 
+# What checkpointd moves shares rate and classes, but goes to a server of its own.
+_UPLINK = Open()
 # A staged file can be found damaged when it is opened; then it is fetched once more.
 _OPEN_TRIES = 3
 
 
+@dataclass(eq=False)
 class Stager:
     """What all sessions share."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        hot: HotTier,
-        plans: PlanBook,
-        scheduler: Scheduler,
-        sources: Sources,
-        jobs: StageJobs,
-        status: Callable[[int], StagerStatus],
-    ) -> None:
-        self.catalog = catalog
-        self.hot = hot
-        self.plans = plans
-        self.scheduler = scheduler
-        self.sources = sources
-        self.jobs = jobs
-        self.status = status
-        self.claims = IndexClaims(catalog)
-        self.live = 0
-        self.numbers = itertools.count(1)
-        self._listing: dict[str, anyio.Lock] = {}
+    registry: Registry
+    hot: HotTier
+    plans: PlanBook
+    pins: Pins
+    scheduler: Scheduler
+    sources: Sources
+    gate: Gate
+    jobs: StageJobs
+    claims: IndexClaims
+    status: Callable[[int], StagerStatus]
+    live: int = 0
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _listing: dict[str, anyio.Lock] = field(default_factory=dict)
 
     @asynccontextmanager
     async def open_session(self) -> AsyncIterator[Handler]:
@@ -103,16 +115,15 @@ class Stager:
         """One listing at a time per source: ranks that start together share it (F6)."""
         url = normalize_url(request.url)
         async with self._listing.setdefault(url, anyio.Lock()):
-            infos = await list_shards(self.sources.store(url), request.format, request.keys)
-            frozen = freeze(infos, self.catalog.manifests_folder)
-            return self.catalog.add_dataset(request.name, url, request.format, frozen)
+            infos = list_shards(self.sources.store(url), request.format, request.keys)
+            frozen = await freeze(infos, url, self.registry.manifests_folder, by_key=request.keys is None)
+            return self.registry.add(request.name, url, request.format, request.tenant, frozen)
 
     def with_progress(self, dataset: Dataset) -> Dataset:
-        manifest = self.catalog.manifest(dataset.id)
-        staged = [s for s in map(manifest.shard, range(len(manifest))) if s.id in self.hot]
-        return msgspec.structs.replace(
-            dataset, staged_shards=len(staged), staged_bytes=sum(s.size_bytes for s in staged)
-        )
+        manifest = self.registry.manifest(dataset.id)
+        numbers = manifest.numbers_of(self.hot.ids())
+        sizes = manifest.sizes_bytes[numbers[numbers >= 0]]
+        return msgspec.structs.replace(dataset, staged_shards=len(sizes), staged_bytes=int(sizes.sum()))
 
 
 class Session:
@@ -135,7 +146,14 @@ class Session:
             ClaimIndex: self._claim_index,
             Stage: self._stage,
             WaitJob: self._wait_job,
+            CancelJob: self._cancel_job,
+            RetryJob: self._retry_job,
             ListJobs: self._list_jobs,
+            AddPin: self._add_pin,
+            DropPin: self._drop_pin,
+            ListPins: self._list_pins,
+            Evict: self._evict,
+            TakeBandwidth: self._take_bandwidth,
             GetStatus: self._get_status,
             GetMetrics: self._get_metrics,
         }
@@ -162,21 +180,21 @@ class Session:
         return self._dataset_reply(await self._stager.register(request))
 
     async def _open_dataset(self, request: OpenDataset) -> Reply:
-        return self._dataset_reply(self._stager.catalog.dataset(request.name))
+        return self._dataset_reply(self._stager.registry.find(request.name))
 
     def _dataset_reply(self, dataset: Dataset) -> Reply:
-        manifest = self._stager.catalog.manifest(dataset.id)
+        manifest = self._stager.registry.manifest(dataset.id)
         return DatasetReply(dataset), [os.open(manifest.path, os.O_RDONLY | os.O_CLOEXEC)]
 
     async def _list_datasets(self, request: ListDatasets) -> Reply:
-        return Datasets([self._stager.with_progress(d) for d in self._stager.catalog.datasets()]), ()
+        return Datasets([self._stager.with_progress(d) for d in self._stager.registry.all()]), ()
 
     # Shards
 
     async def _open_plan(self, request: OpenPlan) -> Reply:
-        manifest = self._stager.catalog.manifest(request.dataset_id)
-        cut = {number: manifest.shard(number) for number in set(request.shards)}
-        plan = Plan(request.dataset_id, [cut[number] for number in request.shards], request.window)
+        dataset = self._stager.registry.find(request.dataset_id)
+        manifest = self._stager.registry.manifest(dataset.id)
+        plan = Plan(manifest, request.shards, request.window, dataset.tenant)
         need_bytes = self._stager.plans.working_set_bytes(self._number, plan)
         capacity_bytes = self._stager.hot.capacity_bytes
         if need_bytes > capacity_bytes:
@@ -190,35 +208,42 @@ class Session:
 
     async def _advance(self, request: Advance) -> Reply:
         if plan := self._stager.plans.of(self._number):
-            plan.advance(request.position)
+            for number in plan.advance(request.position):
+                self._stager.hot.used(plan.manifest.shard(number).id)
             self._stager.scheduler.poke()
         return Done(), ()
 
     async def _need_shard(self, request: NeedShard) -> Reply:
-        shard = self._stager.catalog.manifest(request.dataset_id).shard(request.shard)
+        dataset = self._stager.registry.find(request.dataset_id)
+        shard = self._stager.registry.manifest(dataset.id).shard(request.shard)
         self._lease(shard)
         try:
             with metrics.stager_wait_seconds.time():
-                fd, digest = await self._opened(shard)
+                fd, digest = await self._opened(shard, dataset.tenant)
         except BaseException:
             self._unlease(shard)
             raise
-        index = self._stager.catalog.index_path(shard.id)
+        index = self._stager.registry.index_path(shard.id)
         fds = [fd]
-        if self._stager.catalog.samples(shard.id) >= 0:
+        if self._stager.registry.samples(shard.id) >= 0:
             fds.append(os.open(index, os.O_RDONLY | os.O_CLOEXEC))
         return ShardReady(shard.size_bytes, digest, len(fds) > 1), fds
 
-    async def _opened(self, shard: Shard) -> tuple[int, str]:
+    async def _opened(self, shard: Shard, tenant: str) -> tuple[int, str]:
         (metrics.stager_hits if shard.id in self._stager.hot else metrics.stager_misses).inc()
-        for _ in range(_OPEN_TRIES):
-            if found := await self._stager.hot.open(shard.id):
-                return found[0], found[1].digest
-            await self._stager.scheduler.demand(shard)
+        began_at = time.monotonic()
+        try:
+            for _ in range(_OPEN_TRIES):
+                if found := await self._stager.hot.open(shard.id):
+                    return found
+                await self._stager.scheduler.demand(shard, tenant)
+        finally:
+            if plan := self._stager.plans.of(self._number):
+                plan.demand.waited(time.monotonic() - began_at)
         raise IntegrityError(f"{shard.name} was staged {_OPEN_TRIES} times and found damaged each time")
 
     async def _release_shard(self, request: ReleaseShard) -> Reply:
-        self._unlease(self._stager.catalog.manifest(request.dataset_id).shard(request.shard))
+        self._unlease(self._stager.registry.manifest(request.dataset_id).shard(request.shard))
         self._stager.scheduler.poke()
         return Done(), ()
 
@@ -234,30 +259,65 @@ class Session:
     # Sample indices
 
     async def _publish_index(self, request: PublishIndex) -> Reply:
-        shard = self._stager.catalog.manifest(request.dataset_id).shard(request.shard)
-        self._stager.catalog.add_index(shard.id, request.samples, request.payload)
+        shard = self._stager.registry.manifest(request.dataset_id).shard(request.shard)
+        self._stager.registry.add_index(shard.id, request.samples, request.payload)
         self._stager.claims.indexed(self._number, shard)
         return Done(), ()
 
     async def _get_counts(self, request: GetCounts) -> Reply:
-        manifest = self._stager.catalog.manifest(request.dataset_id)
+        manifest = self._stager.registry.manifest(request.dataset_id)
         ids = (manifest.shard(number).id for number in range(len(manifest)))
-        return Counts([self._stager.catalog.samples(object_id) for object_id in ids]), ()
+        return Counts([self._stager.registry.samples(object_id) for object_id in ids]), ()
 
     async def _claim_index(self, request: ClaimIndex) -> Reply:
-        manifest = self._stager.catalog.manifest(request.dataset_id)
+        manifest = self._stager.registry.manifest(request.dataset_id)
         return IndexTask(await self._stager.claims.claim(self._number, manifest)), ()
 
-    # Stage jobs
+    # Stage jobs, pins, evictions
 
     async def _stage(self, request: Stage) -> Reply:
-        return JobReply(self._stager.jobs.start(self._stager.catalog.dataset(request.dataset_id))), ()
+        return JobReply(self._stager.jobs.start(request)), ()
 
     async def _wait_job(self, request: WaitJob) -> Reply:
         return JobReply(await self._stager.jobs.wait(request.job_id, request.version, request.timeout_s)), ()
 
+    async def _cancel_job(self, request: CancelJob) -> Reply:
+        return JobReply(await self._stager.jobs.cancel(request.job_id)), ()
+
+    async def _retry_job(self, request: RetryJob) -> Reply:
+        return JobReply(self._stager.jobs.retry(request.job_id)), ()
+
     async def _list_jobs(self, request: ListJobs) -> Reply:
         return Jobs(self._stager.jobs.all()), ()
+
+    async def _add_pin(self, request: AddPin) -> Reply:
+        dataset = self._stager.registry.find(request.dataset_id)
+        numbers = select(self._stager.registry.manifest(dataset.id), request.selection)
+        return PinReply(self._stager.pins.add(request.owner, dataset.id, numbers, request.ttl_s)), ()
+
+    async def _drop_pin(self, request: DropPin) -> Reply:
+        self._stager.pins.drop(request.pin_id)
+        return Done(), ()
+
+    async def _list_pins(self, request: ListPins) -> Reply:
+        return PinList(self._stager.pins.all()), ()
+
+    async def _evict(self, request: Evict) -> Reply:
+        dataset = self._stager.registry.find(request.dataset_id)
+        manifest = self._stager.registry.manifest(dataset.id)
+        ids = [manifest.shard(int(n)).id for n in select(manifest, request.selection)]
+        staged = [object_id for object_id in ids if object_id in self._stager.hot]
+        gone = sum(self._stager.hot.evict(object_id) for object_id in staged)
+        self._stager.scheduler.poke()
+        return Evicted(gone, len(staged) - gone), ()
+
+    # Bandwidth
+
+    async def _take_bandwidth(self, request: TakeBandwidth) -> Reply:
+        ticket = Ticket(Class.RESTORE if request.restore else Class.DRAIN, time.monotonic())
+        async with self._stager.gate.turn(_UPLINK, ticket, 0):
+            self._stager.gate.rate.take(request.size_bytes)
+        return Done(), ()
 
     # State
 

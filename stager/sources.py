@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from forebay.core import metrics
 from forebay.core.config import Settings
+from forebay.core.errors import StoreError
+from forebay.stager.coordination import open_coordinator
 from forebay.stager.manifest import Shard
 from forebay.stager.warm import WarmTier
+from forebay.tiers.budget import Gate, Ticket
+from forebay.tiers.flow import Flow
+from forebay.tiers.landing import Fetched, Landing
 from forebay.tiers.store import Store, normalize_url, open_store
-from forebay.tiers.transfer import Fetched, Transfers
+from forebay.tiers.transfer import Transfers
 
 Tier = Literal["cold", "warm"]
 
@@ -24,13 +32,27 @@ class Brought:
 
 
 class Sources:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, gate: Gate) -> None:
         self._settings = settings
-        self._transfers = Transfers(settings.transfer)
+        self._gate = gate
+        self._transfers = Transfers(settings.transfer, gate)
         self._stores: dict[str, Store] = {}
+        self.flows: dict[str, Flow] = {}
         self.fetched_bytes: Counter[Tier] = Counter()
-        warm_dir = settings.stager.warm_dir
-        self._warm = WarmTier(warm_dir, self._transfers) if warm_dir else None
+        self.warm = self._open_warm(settings.warm.url) if settings.warm.url else None
+
+    def configure(self, settings: Settings) -> None:
+        """New rates and windows; stores stay as they were opened."""
+        self._settings = settings
+        for flow in self.flows.values():
+            source = settings.source_of(flow.name)
+            flow.most, flow.rate.rate_bps = source.concurrency, source.rate
+
+    def _open_warm(self, url: str) -> WarmTier:
+        url = f"{normalize_url(url)}/forebay"
+        store, warm = self.store(url), self._settings.warm
+        coordinator = open_coordinator(warm.coordinator, store, warm.stale_s)
+        return WarmTier(store, self.flow(url), coordinator, self._transfers, warm)
 
     def store(self, url: str) -> Store:
         """One per URL, so that connections are reused."""
@@ -39,16 +61,53 @@ class Sources:
             self._stores[url] = open_store(url, self._settings)
         return self._stores[url]
 
-    async def fetch(self, shard: Shard, final: Path) -> Brought:
-        if self._warm and (file := await self._warm.fetch(shard, final)):
-            return self._counted(Brought(file, "warm"))
-        file = await self._transfers.fetch(self.store(shard.url), shard.info, final)
+    def flow(self, url: str) -> Flow:
+        """One per server and bucket: what throttles is shared by all prefixes below."""
+        parts = urlsplit(normalize_url(url))
+        name = f"{parts.scheme}://{parts.netloc}"
+        source = self._settings.source_of(url)
+        if source.url != url:
+            name = source.url
+        if name not in self.flows:
+            self.flows[name] = Flow(name, source.concurrency, source.rate)
+        return self.flows[name]
+
+    async def fetch(
+        self,
+        shard: Shard,
+        landing: Callable[[], Landing],
+        ticket: Ticket,
+        elsewhere: Callable[[], AbstractContextManager[None]],
+    ) -> Brought:
+        """Bring a shard to a landing. `elsewhere` is entered while another node is at it."""
+        if self.warm:
+            if file := await self.warm.fetch(shard, landing, ticket):
+                return self._counted(Brought(file, "warm"))
+            with elsewhere():
+                mine = await self.warm.claim(shard, self._settings.stager.wait_s / 2)
+            if not mine and (file := await self.warm.fetch(shard, landing, ticket)):
+                return self._counted(Brought(file, "warm"))
+        try:
+            file = await self._transfers.fetch(
+                self.store(shard.url), self.flow(shard.url), shard.info, landing, ticket
+            )
+        except BaseException:
+            if self.warm:
+                await self.warm.release(shard)
+            raise
         return self._counted(Brought(file, "cold"))
 
     async def publish(self, shard: Shard, brought: Brought) -> None:
         """Leave a copy for the other nodes, once the shard serves here."""
-        if self._warm and brought.tier == "cold":
-            await self._warm.publish(shard, brought.file)
+        if self.warm and brought.tier == "cold":
+            await self.warm.publish(shard, brought.file)
+
+    async def ensure_warm(self, shard: Shard, path: Path, digest: str) -> None:
+        """For a job whose target is the warm tier: what is staged here goes there too."""
+        if self.warm and not await self.warm.has(shard):
+            await self.warm.publish(shard, Fetched(shard.size_bytes, 0, digest, path=path))
+            if not await self.warm.has(shard):
+                raise StoreError(f"{shard.name} did not reach the warm tier", hint="the log says why")
 
     def _counted(self, brought: Brought) -> Brought:
         self.fetched_bytes[brought.tier] += brought.file.size_bytes

@@ -1,78 +1,218 @@
-"""The warm tier, simple form: a directory that the nodes share, read before cold, filled after it.
+"""The warm tier: a store that the nodes share, read before cold and filled after it.
 
-<warm>/forebay/objects/<aa>/<id>, same names as hot, beside each a `<id>.digest` (xxh3-128), which
-is written first. A warm tier that fails is a miss: it is said once, and cold serves.
+<warm>/forebay/objects/<aa>/<id>, same names as hot, beside each an `<id>.digest` (xxh3-128) that is
+written after the data and so vouches for it. Whatever goes wrong here is a miss: it is counted, said
+once, and cold serves. Capacity is kept by the nodes together: each counts, and gives up what was
+published longest ago; two that do so at once delete the same.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Literal, TypeVar
 
+import anyio
+import msgspec
 import structlog
-from anyio import to_thread
 
-from forebay.core.errors import ForebayError
+from forebay.core import metrics
+from forebay.core.config import WarmSettings
+from forebay.core.errors import DigestMismatch, ForebayError, ObjectNotFound, StoreUnreachable
+from forebay.core.units import format_bytes
+from forebay.stager.coordination import Coordinator
 from forebay.stager.manifest import Shard
-from forebay.tiers.filesystem import FilesystemStore, temporary_beside
-from forebay.tiers.transfer import Fetched, Transfers
+from forebay.tiers.budget import Ticket
+from forebay.tiers.flow import Flow
+from forebay.tiers.landing import Fetched, Landing
+from forebay.tiers.store import ObjectInfo, Store
+from forebay.tiers.transfer import Transfers
 
 log = structlog.get_logger()
+T = TypeVar("T")
+Action = Literal["read", "write", "claim", "trim"]
+
+_PART_BYTES = 16 << 20
+_POLL_S = 0.05
+_LONGEST_POLL_S = 1.0
+_COUNT_AGAIN_S = 60.0
+_TRIM_TO = 0.9
+# After a failure the tier is left alone for a while, so that each fetch does not wait for it in vain.
+_REST_S = 30.0
+# A write slower than this has hung.
+_SLOWEST_BPS = 1e6
 
 
 class WarmTier:
-    def __init__(self, folder: Path, transfers: Transfers) -> None:
-        self.folder = folder
-        self._store = FilesystemStore(folder / "forebay" / "objects")
+    def __init__(
+        self, store: Store, flow: Flow, coordinator: Coordinator, transfers: Transfers, settings: WarmSettings
+    ) -> None:
+        self._store = store
+        self._flow = flow
+        self._coordinator = coordinator
         self._transfers = transfers
-        self._complained = False
+        self._settings = settings
+        self._mine: set[str] = set()
+        self._resting_until: dict[Action, float] = {}
+        self._said: set[Action] = set()
+        self._size_bytes = 0
+        self._counted_at = -_COUNT_AGAIN_S
 
-    async def fetch(self, shard: Shard, final: Path) -> Fetched | None:
+    async def fetch(self, shard: Shard, landing: Callable[[], Landing], ticket: Ticket) -> Fetched | None:
         """Warm -> hot, verified against the sidecar; None when it is not (or not well) there."""
-        key = f"{shard.id[:2]}/{shard.id}"
+        found = await self._guarded("read", lambda: self._look(shard))
+        if not found:
+            return None
+        info, digest = found
         try:
-            path = self._store.root / key
-            if not path.is_file():
-                return None
-            expected = path.with_name(f"{shard.id}.digest").read_text().strip()
-            info = await self._store.head(key)
-            fetched = await self._transfers.fetch(self._store, info, final)
-        except (ForebayError, OSError) as err:
-            self._complain(err)
-            return None
-        if fetched.digest != expected or fetched.size_bytes != shard.size_bytes:
+            return await self._transfers.fetch(self._store, self._flow, info, landing, ticket, digest)
+        except DigestMismatch:
             log.warning("warm copy is damaged, dropped", object=shard.id)
-            final.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+            await self._guarded("write", lambda: self._delete(shard.id))
+        except ForebayError as err:
+            self._failed("read", err)
+        return None
+
+    async def has(self, shard: Shard) -> bool:
+        return await self._guarded("read", lambda: self._look(shard)) is not None
+
+    async def _look(self, shard: Shard) -> tuple[ObjectInfo, str] | None:
+        """What is there, if it is whole."""
+        try:
+            side = await self._store.head(f"{_key(shard.id)}.digest")
+            digest = bytes(await self._store.read(side, 0, side.size_bytes)).decode().strip()
+            info = await self._store.head(_key(shard.id))
+        except ObjectNotFound:
             return None
-        return fetched
+        # An MD5 of the store adds nothing to the digest that was taken from the source's bytes.
+        return (
+            (msgspec.structs.replace(info, md5=None), digest) if info.size_bytes == shard.size_bytes else None
+        )
+
+    async def claim(self, shard: Shard, deadline_s: float) -> bool:
+        """Wait until this node is to fetch the shard from cold (True), or it has appeared here (False).
+
+        When coordinating fails, or takes longer than `deadline_s`, everybody may fetch.
+        """
+        outcome: Literal["mine", "there"] | None = None
+        with anyio.move_on_after(deadline_s):
+            outcome = await self._guarded("claim", lambda: self._wait_for_claim(shard), math.inf)
+        if outcome == "mine":
+            self._mine.add(shard.id)
+        return outcome != "there"
+
+    async def release(self, shard: Shard) -> None:
+        """The claim, if it is this node's, goes back."""
+        if shard.id in self._mine:
+            self._mine.discard(shard.id)
+            with anyio.CancelScope(shield=True):
+                await self._guarded("claim", lambda: self._coordinator.release(shard.id))
+
+    async def run(self) -> None:
+        """Signs of life for every claim that is held."""
+        while True:
+            await anyio.sleep(self._settings.heartbeat_s)
+            for object_id in list(self._mine):
+                await self._guarded("claim", partial(self._coordinator.beat, object_id))
+
+    async def _wait_for_claim(self, shard: Shard) -> Literal["mine", "there"]:
+        seen: str | None = None
+        seen_at, pause_s = 0.0, _POLL_S
+        while True:
+            if await self._coordinator.claim(shard.id):
+                # Somebody may have finished between the look and the claim.
+                if await self._look(shard):
+                    await self._coordinator.release(shard.id)
+                    return "there"
+                return "mine"
+            if await self._look(shard):
+                return "there"
+            sign = await self._coordinator.sign(shard.id)
+            if sign is None or sign != seen:
+                seen, seen_at = sign, time.monotonic()
+            elif time.monotonic() - seen_at > self._settings.stale_s:
+                log.warning("claim of a silent node taken over", object=shard.id, owner=seen)
+                metrics.warm_takeovers.inc()
+                if await self._coordinator.take_over(shard.id, seen):
+                    return "mine"
+            # No file system tells another node that a name appeared: it has to be looked for.
+            await anyio.sleep(random.uniform(0.5, 1.0) * pause_s)
+            pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
 
     async def publish(self, shard: Shard, fetched: Fetched) -> None:
-        """Hot -> warm, for the other nodes. Losing a race costs double work only."""
-        final = self._store.root / shard.id[:2] / shard.id
+        """Hot -> warm, for the other nodes: the data, then what vouches for it."""
+        path = fetched.path
+        if path is None:
+            return
+
+        async def write() -> None:
+            await self._store.put_file(_key(shard.id), path, part_bytes=_PART_BYTES)
+            await self._store.put(f"{_key(shard.id)}.digest", f"{fetched.digest}\n".encode())
+            self._size_bytes += fetched.size_bytes
+
+        limit_s = self._settings.timeout_s + fetched.size_bytes / _SLOWEST_BPS
+        await self._guarded("write", write, limit_s)
+        await self._guarded("trim", self._trim, limit_s)
+        await self.release(shard)
+
+    async def _trim(self) -> None:
+        """Keep below the capacity, by what was published longest ago."""
+        capacity_bytes = self._settings.capacity
+        if not capacity_bytes:
+            return
+        now = time.monotonic()
+        if self._size_bytes <= capacity_bytes and now - self._counted_at < _COUNT_AGAIN_S:
+            return
+        found = [info async for info in self._store.list("objects/") if len(info.key) == _KEY_LENGTH]
+        self._counted_at = now
+        self._size_bytes = sum(info.size_bytes for info in found)
+        metrics.warm_bytes.set(self._size_bytes)
+        if self._size_bytes <= capacity_bytes:
+            return
+        found.sort(key=lambda info: info.changed_at)
+        for info in found:
+            if self._size_bytes <= capacity_bytes * _TRIM_TO:
+                return
+            await self._delete(info.key.rpartition("/")[2])
+            self._size_bytes -= info.size_bytes
+        log.info("warm tier trimmed", size=format_bytes(self._size_bytes))
+
+    async def _delete(self, object_id: str) -> None:
+        """First what vouches for it."""
+        await self._store.delete(f"{_key(object_id)}.digest")
+        await self._store.delete(_key(object_id))
+
+    async def _guarded(
+        self, action: Action, call: Callable[[], Awaitable[T]], limit_s: float | None = None
+    ) -> T | None:
+        """Nothing that goes wrong in the warm tier is more than a miss."""
+        if time.monotonic() < self._resting_until.get(action, 0.0):
+            return None
         try:
-            if not final.exists():
-                await to_thread.run_sync(_copy, fetched, final)
-        except OSError as err:
-            self._complain(err)
+            with anyio.fail_after(limit_s or self._settings.timeout_s):
+                result = await call()
+        except TimeoutError:
+            self._failed(action, StoreUnreachable(f"{self._store.url} did not answer in time"))
+            return None
+        except ForebayError as err:
+            self._failed(action, err)
+            return None
+        self._said.discard(action)
+        return result
 
-    def _complain(self, err: Exception) -> None:
-        if not self._complained:
-            log.warning("warm tier fails, going on without it", folder=str(self.folder), error=str(err))
-            self._complained = True
+    def _failed(self, action: Action, err: ForebayError) -> None:
+        metrics.warm_errors.labels(action).inc()
+        self._resting_until[action] = time.monotonic() + _REST_S
+        if action not in self._said:
+            self._said.add(action)
+            log.warning("warm tier fails, going on without it", action=action, error=str(err))
 
 
-def _copy(fetched: Fetched, final: Path) -> None:
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(final)
-    try:
-        with fetched.path.open("rb") as source, temporary.open("xb") as target:
-            while os.sendfile(target.fileno(), source.fileno(), None, 16 << 20):
-                pass
-        digest = final.with_name(f"{final.name}.digest")
-        sidecar = temporary.with_name(f"{temporary.name}.digest")
-        sidecar.write_text(f"{fetched.digest}\n")
-        sidecar.rename(digest)
-        temporary.rename(final)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _key(object_id: str) -> str:
+    return f"objects/{object_id[:2]}/{object_id}"
+
+
+_KEY_LENGTH = len(_key("0" * 32))

@@ -63,7 +63,7 @@ class Node:
 
     @property
     def objects(self) -> Path:
-        return self.settings.hot_dir / "forebay/objects"
+        return self.settings.hot_dirs[0] / "forebay/objects"
 
     def start(self, part: str = "stager") -> subprocess.Popen[bytes]:
         self._processes[part] = start_daemon(part, {}, self.home / f"{part}.log")

@@ -5,13 +5,16 @@ xxh3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
 from pathlib import Path
 from typing import TypeAlias
 
+import anyio
 import xxhash
+from anyio import to_thread
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 _STEP_BYTES = 8 << 20
@@ -38,6 +41,30 @@ class StreamDigest:
     @property
     def md5(self) -> str | None:
         return self._md5.hexdigest() if self._md5 else None
+
+
+class PrefixDigest:
+    """Digests in order what arrives out of order, from the page cache, behind the writers."""
+
+    def __init__(self, fd: int, stream: StreamDigest) -> None:
+        self.stream = stream
+        self._fd = fd
+        self._ends: dict[int, int] = {}
+        self._busy = anyio.Lock()
+
+    async def arrived(self, start: int, end: int) -> None:
+        self._ends[start] = end
+        async with self._busy:
+            while (end_of_next := self._ends.pop(self.stream.size_bytes, None)) is not None:
+                await to_thread.run_sync(self._hash_up_to, end_of_next)
+
+    def _hash_up_to(self, end: int) -> None:
+        while self.stream.size_bytes < end:
+            want = min(end - self.stream.size_bytes, 4 << 20)
+            chunk = os.pread(self._fd, want, self.stream.size_bytes)
+            if not chunk:
+                raise OSError(errno.EIO, "the file became shorter while it was written")
+            self.stream.update(chunk)
 
 
 def digest_bytes(data: Buffer) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import itertools
 import os
 import secrets
+import stat
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
-import anyio
 from anyio import to_thread
 
 from forebay.core.errors import (
@@ -25,10 +28,13 @@ from forebay.core.errors import (
 )
 from forebay.tiers.store import ObjectInfo, Store, check_key
 
+T = TypeVar("T")
 TEMPORARY = ".forebay-tmp-"
 # This process's own temporaries, told apart from a dead one's without asking a clock.
 OWN_TEMPORARY = f"{TEMPORARY}{secrets.token_hex(4)}-"
 _COPY_BYTES = 16 << 20
+_PAGE = 1000
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 
 
 class FilesystemStore(Store):
@@ -40,19 +46,20 @@ class FilesystemStore(Store):
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         with _translated(self.root):
-            found = await to_thread.run_sync(_walk, self.root, prefix)
-        for info in found:
-            yield info
+            walk = _walk(self.root, prefix)
+            while page := await _in_thread(lambda: list(itertools.islice(walk, _PAGE))):
+                for info in page:
+                    yield info
 
     async def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with _translated(path):
-            return _info(key, await to_thread.run_sync(path.stat))
+            return _info(key, await _in_thread(path.stat))
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> memoryview:
         path = self._path(info.key)
         with _translated(path):
-            return await to_thread.run_sync(_read, path, info, start, end)
+            return await _in_thread(_read, path, info, start, end)
 
     async def put(self, key: str, data: bytes, *, if_absent: bool = False) -> ObjectInfo:
         def write(target: int) -> None:
@@ -62,7 +69,7 @@ class FilesystemStore(Store):
 
         path = self._path(key)
         with _translated(path):
-            return await to_thread.run_sync(_publish, key, path, write, if_absent)
+            return await _in_thread(_publish, key, path, write, if_absent)
 
     async def put_file(self, key: str, path: Path, *, part_bytes: int) -> ObjectInfo:
         def write(target: int) -> None:
@@ -72,32 +79,60 @@ class FilesystemStore(Store):
 
         final = self._path(key)
         with _translated(final):
-            return await to_thread.run_sync(_publish, key, final, write, False)
+            return await _in_thread(_publish, key, final, write, False)
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
         with _translated(path):
-            await anyio.Path(path).unlink(missing_ok=True)
+            await _in_thread(lambda: path.unlink(missing_ok=True))
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)
 
 
-def _walk(root: Path, prefix: str) -> list[ObjectInfo]:
+async def _in_thread(call: Callable[..., T], *args: object) -> T:
+    """A call to a file system that hangs is left behind when its time is up: it ends in its own time."""
+    return await to_thread.run_sync(call, *args, abandon_on_cancel=True)
+
+
+def _walk(root: Path, prefix: str) -> Iterator[ObjectInfo]:
+    """In order of keys, a directory in memory at a time. Links to directories are not followed."""
     if not root.is_dir():
         raise BucketNotFound(f"{root} is not a directory")
-    found = []
-    for folder, _, names in os.walk(root / prefix.rpartition("/")[0]):
-        for name in names:
-            path = Path(folder, name)
-            key = path.relative_to(root).as_posix()
-            if key.startswith(prefix) and not name.startswith(TEMPORARY):
-                found.append(_info(key, path.stat()))
-    return sorted(found, key=lambda info: info.key)
+    folder = prefix.rpartition("/")[0]
+    if (root / folder).is_dir():
+        yield from _walk_folder(root, f"{folder}/" if folder else "", prefix)
 
 
-def _info(key: str, stat: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key, stat.st_size, f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}")
+def _walk_folder(root: Path, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+    with os.scandir(root / folder) as entries:
+        # `a.b` comes before `a/b`, as in an object store: a directory sorts with its `/`.
+        names = sorted(
+            f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name
+            for entry in entries
+            if not entry.name.startswith(TEMPORARY)
+        )
+    for name in names:
+        key = folder + name
+        if name.endswith("/"):
+            if key.startswith(prefix) or prefix.startswith(key):
+                yield from _walk_folder(root, key, prefix)
+        elif key.startswith(prefix) and (info := _listed(root, key)):
+            yield info
+
+
+def _listed(root: Path, key: str) -> ObjectInfo | None:
+    """None for what is gone by now, a dangling link, a directory behind a link, a socket."""
+    try:
+        found = os.stat(root / key)
+    except FileNotFoundError:
+        return None
+    return _info(key, found) if stat.S_ISREG(found.st_mode) else None
+
+
+def _info(key: str, found: os.stat_result) -> ObjectInfo:
+    version = f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
+    return ObjectInfo(key, found.st_size, version, changed_at=found.st_mtime)
 
 
 def _read(path: Path, info: ObjectInfo, start: int, end: int) -> memoryview:
@@ -131,13 +166,31 @@ def _publish(key: str, path: Path, write: Callable[[int], None], if_absent: bool
         finally:
             os.close(target)
         if if_absent:
-            os.link(temporary, path)
+            _link_new(temporary, path)
         else:
             temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
     return info
+
+
+def _link_new(temporary: Path, path: Path) -> None:
+    """A name that must be new, atomically; without links, by a renameat2(2) that does not replace."""
+    try:
+        os.link(temporary, path)
+    except OSError as err:
+        if err.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        _rename_new(temporary, path)
+
+
+def _rename_new(temporary: Path, path: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    here = ctypes.c_int(_AT_FDCWD)
+    if libc.renameat2(here, os.fsencode(temporary), here, os.fsencode(path), _RENAME_NOREPLACE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
 
 
 def temporary_beside(path: Path) -> Path:

@@ -42,8 +42,15 @@ class Md5Lanes:
         self._waiting: list[_Job] = []
         self._coming = 0
 
-    async def of(self, read: Callable[[], Awaitable[memoryview]]) -> tuple[memoryview, str]:
-        """What `read` returns, and its MD5 in hex. Raises what `read` raises."""
+    async def of(
+        self, read: Callable[[], Awaitable[memoryview]], *, alone: bool = False
+    ) -> tuple[memoryview, str]:
+        """What `read` returns, and its MD5 in hex; `alone` waits for no company.
+
+        Raises what `read` raises."""
+        if alone:
+            body = await read()
+            return body, await to_thread.run_sync(_alone, body)
         self._coming += 1
         try:
             body = await read()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import time
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,15 +14,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import obstore
+from anyio import to_thread
 from obstore import exceptions as obs
-from obstore.store import from_url
+from obstore.store import AzureStore, GCSStore, S3Store, from_url
 
-from forebay.core.config import Settings
+from forebay.core.config import Settings, SourceSettings
 from forebay.core.errors import (
     AccessDenied,
     AlreadyExists,
     BucketNotFound,
+    ConfigError,
     ForebayError,
     InvalidRequest,
     ObjectChanged,
@@ -29,12 +35,15 @@ from forebay.core.errors import (
     StoreError,
     StoreUnreachable,
 )
+from forebay.tiers.credentials import credential_provider
 from forebay.tiers.store import ObjectInfo, Store, check_key, md5_of_etag
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _S3_CODE = re.compile(r"<Code>(\w+)</Code>")
 _S3_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _UPLOAD_PARTS = 4
+SIGNABLE = (S3Store, GCSStore, AzureStore)
+_ASK_AGAIN_S = 1.0
 
 
 class ObjectStore(Store):
@@ -46,18 +55,21 @@ class ObjectStore(Store):
         if not parts.netloc:
             raise InvalidRequest(f"{url} names no bucket", hint="for example s3://bucket/prefix")
         self._endpoint = settings.s3.endpoint or os.environ.get("AWS_ENDPOINT_URL") or parts.scheme
+        self._asked_at = -_ASK_AGAIN_S
         self._timeout_s = settings.transfer.attempt_timeout_s
+        source = settings.source_of(url)
         options: dict[str, Any] = {
             "client_options": {
                 "timeout": timedelta(seconds=self._timeout_s),
                 "connect_timeout": timedelta(seconds=5),
                 "allow_http": self._endpoint.startswith("http://") or parts.scheme == "http",
+                **_client_options(source),
             },
             # Forebay's own transfer retries, so that one place counts and paces them.
             "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=self._timeout_s)},
         }
         if parts.scheme == "s3":
-            options |= _s3_options(settings)
+            options |= _s3_options(settings, source)
         try:
             self._store = from_url(url, **options)
         except (obs.BaseError, ValueError) as err:
@@ -81,19 +93,39 @@ class ObjectStore(Store):
         options: obstore.GetOptions = {"if_match": etag} if etag else {}
         if (start, end) != (0, info.size_bytes):
             options["range"] = (start, end)
+        try:
+            return await self._read(info, start, end, etag, options)
+        except StoreBusy as err:
+            raise StoreBusy(err.message, retry_after_s=await self._retry_after(info.key)) from err
+
+    async def _read(
+        self, info: ObjectInfo, start: int, end: int, etag: str | None, options: obstore.GetOptions
+    ) -> memoryview:
         with self._translated(info.key):
             reply = await obstore.get_async(self._store, info.key, options=options)
-            found = reply.meta["e_tag"]
-            if etag and found and found != etag:
-                raise _changed(self.url, info, found)
-            if reply.meta["size"] != info.size_bytes:
-                raise _changed(self.url, info, f"{reply.meta['size']} bytes")
+            # Also for servers that pass over If-Match, and by time and size for those without ETags.
+            found = _info(reply.meta if etag else {**reply.meta, "e_tag": None})
+            if etag and reply.meta["e_tag"] is None:
+                found = msgspec.structs.replace(found, version=etag)
+            if (found.version, found.size_bytes) != (info.version, info.size_bytes):
+                raise _changed(self.url, info, f"{found.version} of {found.size_bytes} bytes")
             body = memoryview(await reply.bytes_async())
         if len(body) != end - start:
             raise ShortBody(
                 f"{self.url}/{info.key}: {len(body)} bytes came instead of {end - start} from byte {start}"
             )
         return body
+
+    async def _retry_after(self, key: str) -> float | None:
+        """How long the server wants to be left alone. obstore hides the header, so it is asked for once."""
+        if time.monotonic() - self._asked_at < _ASK_AGAIN_S or not isinstance(self._store, SIGNABLE):
+            return None
+        self._asked_at = time.monotonic()
+        try:
+            url = await obstore.sign_async(self._store, "HEAD", key, timedelta(seconds=60))
+            return await to_thread.run_sync(_asked_to_wait, url, abandon_on_cancel=True)
+        except (obs.BaseError, OSError, ValueError):
+            return None
 
     async def put(self, key: str, data: bytes, *, if_absent: bool = False) -> ObjectInfo:
         with self._translated(key):
@@ -163,20 +195,46 @@ class ObjectStore(Store):
         return StoreError(f"{where}: {_first_line(err)}")
 
 
-def _s3_options(settings: Settings) -> dict[str, Any]:
+def _asked_to_wait(url: str) -> float | None:
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=2).close()
+    except urllib.error.HTTPError as err:
+        asked = err.headers.get("Retry-After", "")
+        return float(asked) if asked.isdigit() else None
+    return None
+
+
+def _client_options(source: SourceSettings) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if source.proxy:
+        options["proxy_url"] = source.proxy
+    if source.ca_file:
+        try:
+            options["root_certificate"] = source.ca_file.read_bytes()
+        except OSError as err:
+            raise ConfigError(f"ca_file {source.ca_file} of {source.url}: {err.strerror}") from err
+    return options
+
+
+def _s3_options(settings: Settings, source: SourceSettings) -> dict[str, Any]:
     """What beats the AWS_* environment, which obstore reads by itself."""
     options: dict[str, Any] = {"region": settings.s3.region or os.environ.get("AWS_REGION", "us-east-1")}
     if settings.s3.endpoint:
         options["endpoint"] = settings.s3.endpoint
     if settings.s3.anonymous:
         options["skip_signature"] = True
+    elif provider := credential_provider(source.profile):
+        options["credential_provider"] = provider
+    if source.requester_pays:
+        options["request_payer"] = True
     return options
 
 
 def _info(meta: Any) -> ObjectInfo:
     etag = meta["e_tag"]
     version = etag or meta["version"] or f"{meta['last_modified'].timestamp():.6f}-{meta['size']}"
-    return ObjectInfo(meta["path"], meta["size"], version, md5_of_etag(etag))
+    changed_at = meta["last_modified"].timestamp()
+    return ObjectInfo(meta["path"], meta["size"], version, md5_of_etag(etag), changed_at)
 
 
 def _put_info(key: str, size_bytes: int, result: Any) -> ObjectInfo:

@@ -23,13 +23,14 @@ class ObjectInfo(msgspec.Struct, frozen=True):
     """One object at one version.
 
     `version` changes whenever the bytes do: an ETag, a version id, or inode and mtime of a file.
-    `md5` is set only where the store vouches for it.
+    `md5` is set only where the store vouches for it; `changed_at` is what the store says, in seconds.
     """
 
     key: str
     size_bytes: int
     version: str
     md5: str | None = None
+    changed_at: float = 0.0
 
 
 class Store(ABC):

@@ -1,16 +1,13 @@
-"""Move one object from a store to a local file, verified.
+"""Move one object from a store to where it lands, verified.
 
-The bytes go to a temporary name on the same file system, in one GET when the object is small and
-in parallel ranges when it is large. Digests are taken while they arrive. Only when length and
-digests fit is the file renamed to its final name; whatever else happens, the temporary is gone.
+The bytes come in one GET when the object is small and in parallel ranges when it is large; each
+request takes its turn at the daemon's gate. Digests are taken while they arrive. Only when length
+and digests fit does the landing become visible; whatever else happens, nothing of it can be opened.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import anyio
@@ -23,14 +20,16 @@ from forebay.core.config import TransferSettings
 from forebay.core.errors import (
     DigestMismatch,
     ForebayError,
+    ObjectChanged,
     ShortBody,
     StoreBusy,
     StoreUnreachable,
     root_cause,
 )
-from forebay.tiers.budget import ByteBudget
-from forebay.tiers.digest import StreamDigest
-from forebay.tiers.filesystem import os_error, temporary_beside
+from forebay.tiers.budget import Class, Gate, Ticket
+from forebay.tiers.digest import PrefixDigest, StreamDigest
+from forebay.tiers.flow import Flow
+from forebay.tiers.landing import Fetched, Landing
 from forebay.tiers.md5 import Md5Lanes
 from forebay.tiers.store import ObjectInfo, Store
 
@@ -40,18 +39,8 @@ T = TypeVar("T")
 _TRANSIENT = (StoreUnreachable, StoreBusy, ShortBody)
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 5.0
-_PARALLEL_RANGES = 8
-_WRITE_BYTES = 64 << 10
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A file that has just become visible. `blocks_bytes` is what the disk gave for it."""
-
-    path: Path
-    size_bytes: int
-    blocks_bytes: int
-    digest: str
+# Ranges of one object on their way; the gate decides among objects.
+_PARALLEL_RANGES = 16
 
 
 async def retrying(call: Callable[[], Awaitable[T]], attempts: int) -> T:
@@ -76,137 +65,173 @@ def _say(state: RetryCallState) -> None:
 
 
 class Transfers:
-    """All transfers of a daemon: one policy, one budget of bytes in memory, one place for checksums."""
+    """All transfers of a daemon: one policy, one gate, one place for checksums."""
 
-    def __init__(self, policy: TransferSettings) -> None:
+    def __init__(self, policy: TransferSettings, gate: Gate) -> None:
         self._policy = policy
-        self._budget = ByteBudget(policy.inflight_bytes)
+        self._gate = gate
         self._md5 = Md5Lanes()
 
-    async def fetch(self, store: Store, info: ObjectInfo, final: Path) -> Fetched:
-        """Bring `info` to `final`.
+    async def fetch(
+        self,
+        store: Store,
+        flow: Flow,
+        info: ObjectInfo,
+        landing: Callable[[], Landing],
+        ticket: Ticket,
+        digest: str | None = None,
+    ) -> Fetched:
+        """Bring `info` to a landing; with `digest`, only bytes of that xxh3-128 are let through.
 
-        Wrong bytes are fetched again, up to `attempts` times. Raises StoreError, ObjectChanged,
-        DigestMismatch (with what was expected and what came), DiskFull.
+        Wrong bytes are fetched again, up to `attempts` times, unless a digest says that the copy itself
+        is wrong. Raises StoreError, ObjectChanged,
+        DigestMismatch (with what was expected and what came), OSError of the disk below the landing.
         """
         for attempt in range(self._policy.attempts):
             try:
-                return await self._fetch_once(store, info, final)
+                return await _Fetch(self, store, flow, info, landing(), ticket, digest).run()
             except DigestMismatch as err:
-                if attempt + 1 == self._policy.attempts:
+                if digest is not None or attempt + 1 == self._policy.attempts:
                     raise
                 log.warning("wrong bytes, fetching again", error=str(err))
         raise AssertionError("attempts is at least 1")
 
-    async def _fetch_once(self, store: Store, info: ObjectInfo, final: Path) -> Fetched:
-        temporary = temporary_beside(final)
+    async def piece(
+        self,
+        store: Store,
+        flow: Flow,
+        info: ObjectInfo,
+        start: int,
+        end: int,
+        ticket: Ticket,
+        use: Callable[[Callable[[], Awaitable[memoryview]]], Awaitable[T]],
+    ) -> T:
+        """One request in its turn, tried again when that may help. `use` reads, and consumes what came."""
+
+        async def once() -> T:
+            async with self._gate.turn(flow, ticket, end - start) as turn:
+
+                async def read() -> memoryview:
+                    hedge = ticket.cls <= Class.LOOKAHEAD
+                    ask = flow.hedged_call if hedge else flow.observed
+                    body = await ask(lambda: store.read(info, start, end), end - start)
+                    turn.leave_lane()
+                    self._gate.dispatch()
+                    return body
+
+                return await use(read)
+
+        return await retrying(once, self._policy.attempts)
+
+
+class _Fetch:
+    """One try at one object."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        store: Store,
+        flow: Flow,
+        info: ObjectInfo,
+        landing: Landing,
+        ticket: Ticket,
+        digest: str | None,
+    ) -> None:
+        self._digest = digest
+        self._transfers = transfers
+        self._store = store
+        self._flow = flow
+        self._info = info
+        self._landing = landing
+        self._ticket = ticket
+        self._policy = transfers._policy
+
+    async def run(self) -> Fetched:
+        keep = False
         try:
-            if info.size_bytes <= self._policy.whole_bytes:
-                return await self._fetch_whole(store, info, temporary, final)
-            return await self._fetch_ranges(store, info, temporary, final)
-        except OSError as err:
-            raise os_error(err, final) from err
+            if self._info.size_bytes <= self._policy.whole_bytes:
+                return await self._whole()
+            return await self._ranges()
+        except (DigestMismatch, ObjectChanged, OSError):
+            raise
+        except BaseException:
+            keep = True
+            raise
         finally:
-            temporary.unlink(missing_ok=True)
+            if self._landing.fd >= 0:
+                with anyio.CancelScope(shield=True):
+                    await to_thread.run_sync(lambda: self._landing.close(keep=keep))
 
-    async def _read(self, store: Store, info: ObjectInfo, start: int, end: int) -> memoryview:
-        return await retrying(lambda: store.read(info, start, end), self._policy.attempts)
+    async def _whole(self) -> Fetched:
+        size_bytes = self._info.size_bytes
 
-    async def _fetch_whole(self, store: Store, info: ObjectInfo, temporary: Path, final: Path) -> Fetched:
-        def keep(body: memoryview) -> Fetched:
+        def land(body: memoryview) -> Fetched:
             digest = StreamDigest(with_md5=False)
             digest.update(body)
-            fd = _create(temporary, info.size_bytes)
             try:
-                _write(fd, body, 0)
-                return _publish(fd, temporary, final, digest)
+                self._landing.begin(self._info, size_bytes)
+                self._landing.write(body, 0)
+                return self._publish(digest.xxh3)
             finally:
-                os.close(fd)
+                self._landing.close(keep=False)
 
-        async with self._budget.take(info.size_bytes):
-            if info.md5 is None:
-                body = await self._read(store, info, 0, info.size_bytes)
+        async def use(read: Callable[[], Awaitable[memoryview]]) -> Fetched:
+            if self._info.md5 is None:
+                body = await read()
             else:
-                body, md5 = await self._md5.of(lambda: self._read(store, info, 0, info.size_bytes))
-                _check(store, info, md5)
-            return await to_thread.run_sync(keep, body)
+                body, md5 = await self._transfers._md5.of(read, alone=self._ticket.cls == Class.DEMAND)
+                self._check(md5)
+            return await to_thread.run_sync(land, body)
 
-    async def _fetch_ranges(self, store: Store, info: ObjectInfo, temporary: Path, final: Path) -> Fetched:
-        fd = await to_thread.run_sync(_create, temporary, info.size_bytes)
-        try:
-            hasher = _PrefixHasher(fd, StreamDigest(with_md5=info.md5 is not None))
-            turns = anyio.CapacityLimiter(_PARALLEL_RANGES)
-
-            async def one(start: int) -> None:
-                end = min(start + self._policy.range_bytes, info.size_bytes)
-                async with turns, self._budget.take(end - start):
-                    body = await self._read(store, info, start, end)
-                    await to_thread.run_sync(_write, fd, body, start)
-                await hasher.arrived(start, end)
-
-            try:
-                async with anyio.create_task_group() as tasks:
-                    for start in range(0, info.size_bytes, self._policy.range_bytes):
-                        tasks.start_soon(one, start)
-            except* (ForebayError, OSError) as errors:
-                raise root_cause(errors) from None
-            if hasher.digest.md5 is not None:
-                _check(store, info, hasher.digest.md5)
-            return await to_thread.run_sync(_publish, fd, temporary, final, hasher.digest)
-        finally:
-            os.close(fd)
-
-
-class _PrefixHasher:
-    """Digests in order what arrives out of order, from the page cache, behind the writers."""
-
-    def __init__(self, fd: int, digest: StreamDigest) -> None:
-        self.digest = digest
-        self._fd = fd
-        self._ends: dict[int, int] = {}
-        self._busy = anyio.Lock()
-
-    async def arrived(self, start: int, end: int) -> None:
-        self._ends[start] = end
-        async with self._busy:
-            while (end_of_next := self._ends.pop(self.digest.size_bytes, None)) is not None:
-                await to_thread.run_sync(self._hash_up_to, end_of_next)
-
-    def _hash_up_to(self, end: int) -> None:
-        while self.digest.size_bytes < end:
-            want = min(end - self.digest.size_bytes, 4 << 20)
-            self.digest.update(os.pread(self._fd, want, self.digest.size_bytes))
-
-
-def _check(store: Store, info: ObjectInfo, md5: str) -> None:
-    if md5 != info.md5:
-        raise DigestMismatch(
-            f"{store.url}/{info.key}: MD5 {md5} came, the store promised {info.md5}",
-            hint="the object or the way to it is damaged",
+        return await self._transfers.piece(
+            self._store, self._flow, self._info, 0, size_bytes, self._ticket, use
         )
 
+    async def _ranges(self) -> Fetched:
+        range_bytes, size_bytes = self._policy.range_bytes, self._info.size_bytes
+        there = set(await to_thread.run_sync(self._landing.begin, self._info, range_bytes))
+        digest = PrefixDigest(self._landing.fd, StreamDigest(with_md5=self._info.md5 is not None))
+        limit = anyio.CapacityLimiter(_PARALLEL_RANGES)
 
-def _create(temporary: Path, size_bytes: int) -> int:
-    """Space is taken now, so that a full disk is an error before the transfer, not in it."""
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
-    try:
-        if size_bytes:
-            os.posix_fallocate(fd, 0, size_bytes)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        async def one(number: int) -> None:
+            start = number * range_bytes
+            end = min(start + range_bytes, size_bytes)
+            if number not in there:
+                async with limit:
+                    await self._range(number, start, end)
+            await digest.arrived(start, end)
 
+        try:
+            async with anyio.create_task_group() as tasks:
+                for number in range(-(-size_bytes // range_bytes)):
+                    tasks.start_soon(one, number)
+        except* (ForebayError, OSError) as errors:
+            raise root_cause(errors) from None
+        if digest.stream.md5 is not None:
+            self._check(digest.stream.md5)
+        return await to_thread.run_sync(self._publish, digest.stream.xxh3)
 
-def _write(fd: int, body: memoryview, offset: int) -> None:
-    """In steps: one large write makes the kernel look for large free pages, which are cold ones."""
-    while body:
-        done = os.pwrite(fd, body[:_WRITE_BYTES], offset)
-        body, offset = body[done:], offset + done
+    async def _range(self, number: int, start: int, end: int) -> None:
+        def keep(body: memoryview) -> None:
+            self._landing.write(body, start)
+            self._landing.arrived(number)
 
+        async def use(read: Callable[[], Awaitable[memoryview]]) -> None:
+            body = await read()
+            # What came is kept, even when another range has failed: a later try goes on from it.
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(keep, body)
 
-def _publish(fd: int, temporary: Path, final: Path, digest: StreamDigest) -> Fetched:
-    stat = os.fstat(fd)
-    temporary.rename(final)
-    return Fetched(final, digest.size_bytes, stat.st_blocks * 512, digest.xxh3)
+        await self._transfers.piece(self._store, self._flow, self._info, start, end, self._ticket, use)
+
+    def _publish(self, digest: str) -> Fetched:
+        if self._digest not in (None, digest):
+            raise DigestMismatch(f"{self._store.url}/{self._info.key}: {digest} came, not {self._digest}")
+        return self._landing.publish(digest)
+
+    def _check(self, md5: str) -> None:
+        if md5 != self._info.md5:
+            raise DigestMismatch(
+                f"{self._store.url}/{self._info.key}: MD5 {md5} came, the store promised {self._info.md5}",
+                hint="the object or the way to it is damaged",
+            )

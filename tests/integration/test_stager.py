@@ -121,7 +121,7 @@ def test_foreign_files_and_links_are_left_alone(node: Node, make_dataset: MakeDa
     (precious / ".forebay-tmp-dead-beef").write_text("not yours")
     node.objects.mkdir(parents=True)
     (node.objects / "ab").symlink_to(precious)
-    (node.settings.hot_dir / "dataset.bin").write_text("a user's")
+    (node.settings.hot_dirs[0] / "dataset.bin").write_text("a user's")
     (node.objects / "cd").mkdir()
     (node.objects / "cd" / "notes.txt").write_text("a user's too")
     (node.objects / "cd" / ("c" * 32)).symlink_to(precious / ("a" * 32))
@@ -136,7 +136,7 @@ def test_foreign_files_and_links_are_left_alone(node: Node, make_dataset: MakeDa
             channel.request(ReleaseShard(dataset.id, shard), expect=Done)
     assert eventually(lambda: not orphan.exists())
     assert sorted(p.name for p in precious.iterdir()) == [".forebay-tmp-dead-beef", "a" * 32]
-    assert (node.settings.hot_dir / "dataset.bin").exists()
+    assert (node.settings.hot_dirs[0] / "dataset.bin").exists()
     assert (node.objects / "cd" / "notes.txt").exists()
     assert (node.objects / "cd" / ("c" * 32)).is_symlink()
 
@@ -292,7 +292,7 @@ def test_a_tier_held_open_by_others_ends_in_an_error_that_says_so(node: Node, ma
 
 
 def test_a_full_disk_is_an_error_that_names_it(node: Node, make_dataset: MakeDataset):
-    """F25: a real small file system, filled by strangers."""
+    """F25: a real small file system, filled by strangers: memory serves, and without it an error."""
     url = make_dataset([3], 100 * KB)
     hot = node.home / "small"
     hot.mkdir()
@@ -303,6 +303,13 @@ def test_a_full_disk_is_an_error_that_names_it(node: Node, make_dataset: MakeDat
         node.start()
         with node.connect() as channel:
             dataset = register(channel, url)
+            assert read_shard(channel, dataset, 0) == shard_bytes(0, 3, 100 * KB)
+            assert node.stager().overflow_bytes == dataset.size_bytes
+        assert eventually(lambda: node.stager().overflow_bytes == 0)
+        node.kill()
+        node.set(FOREBAY_STAGER__OVERFLOW="0")
+        node.start()
+        with node.connect() as channel:
             with pytest.raises(ForebayError, match=r"no room|no space") as caught:
                 read_shard(channel, dataset, 0)
             assert caught.value.code == "disk_full"
@@ -476,19 +483,19 @@ def test_the_warm_tier_is_filled_and_used(
     """One node fetches from cold, the next from warm, and a damaged warm copy is never served."""
     url = make_dataset([5] * 3, 10 * KB)
     warm = node.home / "warm"
-    node.set(FOREBAY_STAGER__WARM_DIR=str(warm))
+    node.set(FOREBAY_WARM__URL=str(warm))
     node.start()
     with node.connect() as channel:
         assert stage(channel, register(channel, url)).state == "done"
-    data = [p for p in warm.rglob("*") if p.is_file() and len(p.name) == 32]
-    assert eventually(lambda: len([p for p in warm.rglob("*") if len(p.name) == 32]) == 3)
-    data = sorted(p for p in warm.rglob("*") if p.is_file() and len(p.name) == 32)
+    objects = warm / "forebay/objects"
+    assert eventually(lambda: len(list(objects.rglob("*.digest"))) == 3)
+    data = sorted(p for p in objects.rglob("*") if p.is_file() and len(p.name) == 32)
     damaged = bytearray(data[0].read_bytes())
     damaged[100] ^= 1
     data[0].write_bytes(damaged)
     second = Node(node.home / "n2", monkeypatch)
     second.home.mkdir()
-    second.set(FOREBAY_STAGER__WARM_DIR=str(warm))
+    second.set(FOREBAY_WARM__URL=str(warm))
     second.start()
     try:
         with second.connect() as channel:

@@ -1,0 +1,401 @@
+"""One directory of the hot tier, on one disk, owned by stagerd alone.
+
+Everything lives below <hot>/forebay/objects/<aa>/<id>; nothing else there is ever touched, and links
+are never followed (S2). Space is reserved before a byte is fetched (S4). A disk that fails or stalls
+is a miss: what it held is fetched again, elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import msgspec
+import structlog
+from anyio import to_thread
+
+from forebay.core import metrics
+from forebay.core.config import StagerSettings
+from forebay.core.errors import DiskFull, ShardTooLarge
+from forebay.core.service import boot_id
+from forebay.core.units import format_bytes
+from forebay.stager.catalog import Catalog, Held
+from forebay.stager.evictor import Evictor
+from forebay.stager.health import Health, probe
+from forebay.stager.manifest import Shard
+from forebay.tiers.digest import digest_fd
+from forebay.tiers.filesystem import OWN_TEMPORARY, TEMPORARY
+from forebay.tiers.landing import PARTIAL, RECORD, XATTR, Fetched, FileLanding, Note
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+_OBJECT_NAME = re.compile(r"[0-9a-f]{32}")
+# What a file may take beyond its length: it is counted in blocks (S4).
+_BLOCK_BYTES = 4096
+_QUARANTINED = 16
+# Later than the last byte of any plan.
+_IN_A_PLAN = sys.float_info.max
+# What says that the disk, and not just one file, is at fault.
+_DISK_ERRORS = (
+    errno.EIO,
+    errno.EROFS,
+    errno.ENODEV,
+    errno.ENXIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.EUCLEAN,
+)
+
+
+def allocated(size_bytes: int) -> int:
+    return -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+class HotDisk:
+    """Counts, opens, evicts. Methods run on the daemon's event loop; what may block does so in threads."""
+
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        settings: StagerSettings,
+        catalog: Catalog,
+        evictor: Evictor,
+    ) -> None:
+        self.folder = folder
+        self.root = folder / "forebay" / "objects"
+        self.name = str(folder)
+        self.capacity_bytes = capacity_bytes
+        self.health = Health(folder)
+        self.evictor = evictor
+        self._settings = settings
+        self._catalog = catalog
+        self._boot = boot_id()
+        self._reserved: dict[str, int] = {}
+        self._partial: dict[str, int] = {}
+        self.held_bytes = catalog.totals(self.name).blocks_bytes
+        self.evictions = 0
+        self._device = -1
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._device = self.root.stat().st_dev
+        except OSError as err:
+            self.failed(err)
+
+    def configure(self, settings: StagerSettings, capacity_bytes: int) -> None:
+        self._settings = settings
+        self.capacity_bytes = capacity_bytes
+
+    # What is there
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Promised to fetches, and kept for fetches that were interrupted."""
+        return sum(self._reserved.values()) + sum(self._partial.values())
+
+    def reserving(self, object_id: str) -> bool:
+        return object_id in self._reserved
+
+    def path(self, object_id: str) -> Path:
+        return self.root / object_id[:2] / object_id
+
+    def landing(self, shard: Shard, tenant: str) -> FileLanding:
+        return FileLanding(self.path(shard.id), tenant)
+
+    async def open(self, held: Held) -> int | None:
+        """A descriptor of a staged object, or None: a file that is gone or damaged is a miss.
+
+        A file from another boot of the machine was perhaps never flushed: verified on first use (S3).
+        """
+        path = self.path(held.id)
+        try:
+            fd = await self._within_limit(lambda: _open_sound(path, held, self._boot))
+        except OSError as err:
+            self.failed(err)
+            log.warning("staged file lost", object=held.id, error=str(err))
+            self.forget(held)
+            return None
+        if fd is None:
+            self.quarantine(held)
+            return None
+        self.health.ok()
+        if held.boot_id != self._boot:
+            self._catalog.verified(held, self._boot)
+        return fd
+
+    async def _within_limit(self, call: Callable[[], T]) -> T:
+        """In a thread; a disk that stays silent too long is left alone with it. Raises TimeoutError."""
+        with anyio.fail_after(self._settings.stall_s):
+            return await to_thread.run_sync(call, abandon_on_cancel=True)
+
+    async def sound(self, held: Held) -> bool:
+        """Every byte read and compared (scrubbing)."""
+
+        def check() -> bool:
+            fd = _open_sound(self.path(held.id), held, "never")
+            if fd is None:
+                return False
+            os.close(fd)
+            return True
+
+        try:
+            good = await to_thread.run_sync(check)
+        except OSError as err:
+            self.failed(err)
+            return False
+        if good:
+            self._catalog.verified(held, self._boot)
+        return good
+
+    # Room
+
+    def reserve(self, shard: Shard, next_use_bytes: float, tenant: str, over_quota_bytes: int) -> bool:
+        """Take room for a shard, giving up others that are used later; False when that is not enough.
+
+        Raises ShardTooLarge, and DiskFull when it is strangers' files that leave no room.
+        """
+        need_bytes = allocated(shard.size_bytes)
+        if need_bytes > self.capacity_bytes:
+            raise ShardTooLarge(
+                f"{shard.name} takes {format_bytes(need_bytes)}, "
+                f"the hot tier holds {format_bytes(self.capacity_bytes)} on {self.folder}",
+                hint="raise stager.capacity, or write smaller shards",
+            )
+        kept_bytes = self._partial.pop(shard.id, 0)
+        short_bytes = max(
+            self.held_bytes + self.reserved_bytes + need_bytes - self.capacity_bytes,
+            need_bytes - kept_bytes - self._free_on_disk(),
+        )
+        short_bytes -= self._drop_partials(short_bytes)
+        if over_quota_bytes > 0 and not self._evict_for(over_quota_bytes, next_use_bytes, tenant):
+            return False
+        if short_bytes > 0 and not self._evict_for(short_bytes, next_use_bytes, None):
+            if self.held_bytes == 0 and not self._reserved:
+                raise DiskFull(
+                    f"{self.root} has no room for {shard.name} ({format_bytes(need_bytes)}) "
+                    f"above the reserve of {format_bytes(self._settings.reserve)}"
+                )
+            return False
+        self._reserved[shard.id] = need_bytes
+        return True
+
+    def _evict_for(self, need_bytes: int, next_use_bytes: float, tenant: str | None) -> bool:
+        chosen = self.evictor.choose(need_bytes, next_use_bytes, tenant)
+        for held in chosen or ():
+            self.evict(held)
+        return chosen is not None
+
+    def cancel(self, shard: Shard) -> None:
+        """The fetch ended without a file; what it wrote so far may have stayed, and is counted."""
+        self._reserved.pop(shard.id, None)
+        kept_bytes = _blocks(self.path(shard.id).with_name(f"{PARTIAL}{shard.id}"))
+        if kept_bytes:
+            self._partial[shard.id] = kept_bytes
+
+    def keep(self, shard: Shard, fetched: Fetched, tenant: str) -> None:
+        """The reservation becomes a staged object."""
+        self._reserved.pop(shard.id, None)
+        now = time.time()
+        held = Held(
+            shard.id, self.name, tenant, fetched.size_bytes, fetched.blocks_bytes, fetched.digest,
+            self._boot, now, now,
+        )  # fmt: skip
+        self._catalog.put(held)
+        self.held_bytes += held.blocks_bytes
+        self.evictor.came(held.id, now)
+        self.health.ok()
+        self._keep_below_water()
+
+    def evict(self, held: Held) -> None:
+        try:
+            self.path(held.id).unlink(missing_ok=True)
+        except OSError as err:
+            self.failed(err)
+        self.forget(held)
+        self.evictions += 1
+        metrics.stager_evictions.inc()
+
+    def forget(self, held: Held) -> None:
+        if self._catalog.get(held.id):
+            self._catalog.drop(held.id)
+            self.held_bytes -= held.blocks_bytes
+
+    def quarantine(self, held: Held) -> None:
+        """Damaged bytes go where nobody opens them, for whoever wants to look; the newest few are kept."""
+        log.error("staged file damaged", object=held.id, folder=str(self.folder))
+        metrics.stager_damaged.inc()
+        folder = self.folder / "forebay" / "quarantine"
+        try:
+            folder.mkdir(exist_ok=True)
+            self.path(held.id).rename(folder / f"{held.id}-{time.time_ns()}")
+            for old in sorted(folder.iterdir(), key=lambda path: path.name.rpartition("-")[2])[
+                :-_QUARANTINED
+            ]:
+                old.unlink()
+        except OSError as err:
+            self.failed(err)
+        self.forget(held)
+
+    def _keep_below_water(self) -> None:
+        """Past the high water mark, idle shards go down to the low one: nobody has to wait for it later."""
+        if self.held_bytes > self._settings.high_water * self.capacity_bytes:
+            while self.held_bytes > self._settings.low_water * self.capacity_bytes:
+                if not self._evict_for(1, _IN_A_PLAN, None):
+                    return
+
+    def _free_on_disk(self) -> int:
+        try:
+            if self.root.stat().st_dev != self._device:
+                raise OSError(errno.ENODEV, "another file system is in its place")
+            disk = os.statvfs(self.root)
+        except FileNotFoundError:
+            self.failed(OSError(errno.ENODEV, "the directory is gone"))
+            return 0
+        except OSError as err:
+            self.failed(err)
+            return 0
+        if disk.f_files and disk.f_favail < self._settings.reserve_inodes:
+            return 0
+        # Reserved files are allocated as soon as their fetch begins, perhaps not yet: count them fully.
+        return disk.f_bavail * disk.f_frsize - self._settings.reserve - sum(self._reserved.values())
+
+    def _drop_partials(self, need_bytes: int) -> int:
+        freed = 0
+        while self._partial and freed < need_bytes:
+            object_id, kept_bytes = self._partial.popitem()
+            for name in (f"{PARTIAL}{object_id}", f"{PARTIAL}{object_id}{RECORD}"):
+                self.path(object_id).with_name(name).unlink(missing_ok=True)
+            freed += kept_bytes
+        return freed
+
+    # Failing and coming back
+
+    def failed(self, err: OSError) -> None:
+        """Something went wrong here; only what tells of the disk counts against it."""
+        if not isinstance(err, TimeoutError) and err.errno not in _DISK_ERRORS:
+            return
+        metrics.stager_disk_failures.inc()
+        self.health.failed(str(err) or type(err).__name__)
+
+    async def look_after(self) -> None:
+        """Probe while it is out, until it is back."""
+        while not self.health.usable:
+            await anyio.sleep(self.health.next_probe_s())
+            self.health.probing()
+            try:
+                await self._within_limit(self._probe)
+            except (OSError, TimeoutError) as err:
+                self.health.probed(str(err) or "no answer in time")
+            else:
+                self.health.probed(None)
+
+    def _probe(self) -> None:
+        # Not made anew: below an empty mount point lies another disk.
+        if self._device not in (-1, self.root.stat().st_dev):
+            raise OSError(errno.ENODEV, "another file system is in its place")
+        probe(self.root)
+
+    # After a crash
+
+    async def sweep(self) -> None:
+        """Take stock of what a dead daemon left: temporaries go, files that the catalog lost come back.
+
+        Only regular files with names that stagerd gives, below its own directory. Damaged or unknown
+        ones are dropped one by one; nothing here holds up the serving.
+        """
+        for folder in await to_thread.run_sync(_children, self.root):
+            if folder.is_symlink() or not folder.is_dir():
+                continue
+            for path in await to_thread.run_sync(_children, folder):
+                if stat.S_ISREG(path.lstat().st_mode):
+                    await self._settle(path)
+
+    async def _settle(self, path: Path) -> None:
+        name = path.name
+        if name.startswith(TEMPORARY):
+            if not name.startswith(OWN_TEMPORARY):
+                _remove(path)
+        elif name.startswith(PARTIAL):
+            object_id = name.removeprefix(PARTIAL).removesuffix(RECORD)
+            if not _OBJECT_NAME.fullmatch(object_id) or object_id in self._reserved:
+                return
+            if self._catalog.get(object_id):
+                _remove(path)
+            elif not name.endswith(RECORD):
+                self._partial[object_id] = _blocks(path)
+        elif _OBJECT_NAME.fullmatch(name) and name not in self._reserved and not self._catalog.get(name):
+            held = await to_thread.run_sync(self._adopted, path)
+            if held is None:
+                _remove(path)
+            elif not self._catalog.get(name) and name not in self._reserved:
+                self._catalog.put(held)
+                self.held_bytes += held.blocks_bytes
+                self.evictor.came(held.id, held.used_at)
+                log.info("found again", object=name)
+
+    def _adopted(self, path: Path) -> Held | None:
+        """What a file says of itself, if that is true."""
+        try:
+            note = msgspec.msgpack.decode(os.getxattr(path, XATTR, follow_symlinks=False), type=Note)
+            found = path.lstat()
+            if found.st_size != note.size_bytes:
+                return None
+        except (OSError, msgspec.DecodeError):
+            return None
+        # Of no boot: its bytes are compared before it is used.
+        return Held(
+            path.name, self.name, note.tenant, note.size_bytes, found.st_blocks * 512, note.digest,
+            "", found.st_mtime, 0.0,
+        )  # fmt: skip
+
+
+def _open_sound(path: Path, held: Held, boot: str) -> int | None:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        sound = stat.S_ISREG(found.st_mode) and found.st_size == held.size_bytes
+        if sound and held.boot_id != boot:
+            sound = digest_fd(fd) == held.digest
+    except BaseException:
+        os.close(fd)
+        raise
+    if not sound:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _remove(path: Path) -> None:
+    """Aside first, so that a name in use later is never the one being removed."""
+    aside = path.with_name(f"{TEMPORARY}swept-{secrets.token_hex(6)}")
+    try:
+        path.rename(aside)
+        aside.unlink()
+    except OSError as err:
+        log.warning("could not sweep", path=str(path), error=str(err))
+        return
+    log.info("swept", path=str(path))
+
+
+def _blocks(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,90 @@
+"""The datasets that this node knows, and the sample indices of their shards."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+
+from forebay.core.errors import DatasetNotFound
+from forebay.core.journal import Journal
+from forebay.core.protocol import Dataset
+from forebay.stager.manifest import Frozen, Manifest, default_name
+
+_COLUMNS = "id, name, url, format, tenant, fingerprint, shards, size_bytes, largest_bytes"
+
+
+class Registry:
+    def __init__(self, journal: Journal, folder: Path) -> None:
+        self._journal = journal
+        self._folder = folder
+        self._manifests: dict[str, Manifest] = {}
+
+    @property
+    def manifests_folder(self) -> Path:
+        return self._folder / "manifests"
+
+    # Datasets
+
+    def add(self, name: str | None, url: str, format: str, tenant: str, frozen: Frozen) -> Dataset:
+        """The same listing registered again is the same dataset, under its newest name."""
+        name = name or default_name(url)
+        known = self._journal.row(
+            "SELECT id FROM datasets WHERE fingerprint=? AND url=? AND format=? AND name=? AND tenant=?",
+            frozen.fingerprint, url, format, name, tenant,
+        )  # fmt: skip
+        dataset_id = known["id"] if known else f"{frozen.fingerprint[:12]}-{format}-{secrets.token_hex(2)}"
+        if known:
+            self._journal.run("UPDATE datasets SET registered_at=? WHERE id=?", time.time(), dataset_id)
+        else:
+            self._journal.run(
+                "INSERT INTO datasets VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+                dataset_id, name, url, format, tenant, frozen.fingerprint, frozen.path.name,
+                frozen.shards, frozen.size_bytes, frozen.largest_bytes, time.time(),
+            )  # fmt: skip
+        return self.find(dataset_id)
+
+    def find(self, id_or_name: str) -> Dataset:
+        """By id, or the newest listing under that name."""
+        row = self._journal.row(
+            f"SELECT {_COLUMNS} FROM datasets WHERE id=? OR name=? ORDER BY registered_at DESC, rowid DESC",
+            id_or_name, id_or_name,
+        )  # fmt: skip
+        if row is None:
+            raise DatasetNotFound(f"no dataset {id_or_name!r} is registered on this node")
+        return msgspec.convert(dict(row), Dataset)
+
+    def all(self) -> list[Dataset]:
+        rows = self._journal.rows(f"SELECT {_COLUMNS} FROM datasets ORDER BY name, registered_at DESC")
+        return [msgspec.convert(dict(row), Dataset) for row in rows]
+
+    def manifest(self, dataset_id: str) -> Manifest:
+        """One object per file, so that what several datasets and plans share is opened once."""
+        row = self._journal.row("SELECT manifest, url FROM datasets WHERE id=?", dataset_id)
+        if row is None:
+            raise DatasetNotFound(f"no dataset {dataset_id!r} is registered on this node")
+        name = row["manifest"]
+        if name not in self._manifests:
+            self._manifests[name] = Manifest(self.manifests_folder / name, row["url"])
+        return self._manifests[name]
+
+    # Sample indices
+
+    def index_path(self, object_id: str) -> Path:
+        return self._folder / "indices" / object_id[:2] / f"{object_id}.idx"
+
+    def add_index(self, object_id: str, samples: int, payload: bytes) -> None:
+        """The file appears by rename, then the row: a crash between them costs one index."""
+        path = self.index_path(object_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{secrets.token_hex(4)}")
+        temporary.write_bytes(payload)
+        temporary.rename(path)
+        self._journal.run("INSERT OR REPLACE INTO indices VALUES (?,?)", object_id, samples)
+
+    def samples(self, object_id: str) -> int:
+        """Samples in that shard, -1 when nobody has counted them."""
+        row = self._journal.row("SELECT samples FROM indices WHERE object_id=?", object_id)
+        return row["samples"] if row and self.index_path(object_id).is_file() else -1

@@ -1,0 +1,39 @@
+"""What goes on beside the serving: take stock after a start, look after failing disks, write recency down."""
+
+from __future__ import annotations
+
+import anyio
+
+from forebay.stager.catalog import Catalog
+from forebay.stager.disk import HotDisk
+from forebay.stager.hot import HotTier
+from forebay.stager.scheduler import Scheduler
+
+_FLUSH_S = 5.0
+
+
+class Upkeep:
+    def __init__(self, hot: HotTier, catalog: Catalog, scheduler: Scheduler) -> None:
+        self._hot = hot
+        self._catalog = catalog
+        self._scheduler = scheduler
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            for disk in self._hot.disks:
+                tasks.start_soon(self._disk, disk)
+            tasks.start_soon(self._recency)
+
+    async def _disk(self, disk: HotDisk) -> None:
+        await disk.sweep()
+        self._scheduler.poke()
+        while True:
+            await disk.health.went_out()
+            self._scheduler.lost()
+            await disk.look_after()
+            self._scheduler.poke()
+
+    async def _recency(self) -> None:
+        while True:
+            await anyio.sleep(_FLUSH_S)
+            self._catalog.flush()
