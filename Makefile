@@ -8,7 +8,7 @@ PACKAGES := core tiers stager checkpointd loaders api benchmarks
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml constraints.txt tiers/_md5lanes.c
+.venv/.ready: pyproject.toml constraints.txt tiers/_native.c
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install --quiet --constraint constraints.txt --upgrade setuptools wheel
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'

@@ -57,9 +57,6 @@ def _list(settings: Settings, json: bool) -> None:
         (p.id, p.owner, p.dataset_id, render.clock(p.expires_at) if p.expires_at else "when unpinned")
         for p in pins
     ]
-        (p.id, p.owner, p.dataset_id, render.clock(p.expires_at) if p.expires_at else "when unpinned")
-        for p in pins
-    ]
     render.print_table(("PIN", "OWNER", "DATASET", "ENDS"), rows)
 
 

@@ -38,11 +38,17 @@ def loader(
 
 
 @app.command()
-def staging(json: JsonFile = None, objects: int = 128, object_mib: int = 4, seed: Seed = 0) -> None:
-    """Throughput from S3 to NVMe, beside s5cmd."""
-    from forebay.benchmarks.staging import bench
+def staging(
+    json: JsonFile = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Only these peers; s5cmd is always among them.")
+    ] = None,
+    seed: Seed = 0,
+) -> None:
+    """Cold to hot through stagerd with every MD5 checked, beside other clients on the same objects."""
+    from forebay.benchmarks.staging import LOADS, bench, chosen
 
-    bench(objects, object_mib << 20, seed).publish(json)
+    bench(LOADS, chosen(peer), seed).publish(json)
 
 
 @app.command()

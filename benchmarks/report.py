@@ -46,9 +46,23 @@ class Report(msgspec.Struct):
         for key, value in self.figures.items():
             table.add_row(key, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}")
         Console().print(table)
+        for case in self.cases:
+            _print_case(case)
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+
+def _print_case(case: Case) -> None:
+    """Ours and the peers side by side, where there are peers."""
+    if not case.peers:
+        return
+    keys = sorted({key for peer in case.peers.values() for key in peer})
+    table = Table(case.case, *keys, title_justify="left", box=None)
+    mine = [case.figures.get(f"forebay_{key}", case.figures.get(key)) for key in keys]
+    for name, row in (("forebay", mine), *((n, [p.get(k) for k in keys]) for n, p in case.peers.items())):
+        table.add_row(name, *("" if value is None else f"{value:,.4g}" for value in row))
+    Console().print(table)
 
 
 def _host() -> Host:

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import mmap
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ import xxhash
 from anyio import to_thread
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
-_STEP_BYTES = 8 << 20
+_STEP_BYTES = 4 << 20
 
 
 class StreamDigest:
@@ -44,27 +45,41 @@ class StreamDigest:
 
 
 class PrefixDigest:
-    """Digests in order what arrives out of order, from the page cache, behind the writers."""
+    """Digests in order what arrives out of order, from the page cache, behind the writers.
 
-    def __init__(self, fd: int, stream: StreamDigest) -> None:
-        self.stream = stream
+    `also` is fed every piece as well: an MD5 that many streams share (tiers.md5).
+    """
+
+    def __init__(self, fd: int, also: Callable[[memoryview], Awaitable[None]] | None = None) -> None:
+        self.size_bytes = 0
         self._fd = fd
+        self._also = also
+        self._xxh3 = xxhash.xxh3_128()
         self._ends: dict[int, int] = {}
         self._busy = anyio.Lock()
 
     async def arrived(self, start: int, end: int) -> None:
         self._ends[start] = end
         async with self._busy:
-            while (end_of_next := self._ends.pop(self.stream.size_bytes, None)) is not None:
-                await to_thread.run_sync(self._hash_up_to, end_of_next)
+            while (end_of_next := self._ends.pop(self.size_bytes, None)) is not None:
+                await self._hash_up_to(end_of_next)
 
-    def _hash_up_to(self, end: int) -> None:
-        while self.stream.size_bytes < end:
-            want = min(end - self.stream.size_bytes, 4 << 20)
-            chunk = os.pread(self._fd, want, self.stream.size_bytes)
-            if not chunk:
-                raise OSError(errno.EIO, "the file became shorter while it was written")
-            self.stream.update(chunk)
+    async def _hash_up_to(self, end: int) -> None:
+        while self.size_bytes < end:
+            piece = await to_thread.run_sync(self._read, min(end - self.size_bytes, _STEP_BYTES))
+            if self._also:
+                await self._also(piece)
+            self.size_bytes += len(piece)
+
+    def _read(self, want: int) -> memoryview:
+        piece = os.pread(self._fd, want, self.size_bytes)
+        if not piece:
+            raise OSError(errno.EIO, "the file became shorter while it was written")
+        self._xxh3.update(piece)
+        return memoryview(piece)
+
+    def hexdigest(self) -> str:
+        return self._xxh3.hexdigest()
 
 
 def digest_bytes(data: Buffer) -> str:

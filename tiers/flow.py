@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -65,8 +65,9 @@ class Flow:
         self.throttled = 0
         self.hedged = 0
         self._threshold = float(most)
-        self._in_flight: Counter[Class] = Counter()
-        self._waiting: Counter[Class] = Counter()
+        self._total = 0
+        # Demands and restores, on their way or in line.
+        self._urgent = 0
         self._requests = 0
         self._paused_until = 0.0
         self._pause_s = 0.0
@@ -78,25 +79,25 @@ class Flow:
     def opens_in_s(self, cls: Class) -> float:
         if (pause_s := self._paused_until - time.monotonic()) > 0:
             return pause_s
-        if self._in_flight.total() >= max(1, int(self.window)):
+        if self._total >= max(1, int(self.window)):
             return math.inf
-        if cls >= Class.DRAIN and self._urgent() and self._in_flight.total() >= self._urgent() + 1:
+        if cls >= Class.DRAIN and self._urgent and self._total > self._urgent:
             return math.inf
         return self.rate.opens_in_s()
 
     def began(self, cls: Class, size_bytes: int) -> None:
-        self._in_flight[cls] += 1
+        self._total += 1
         self._requests += 1
+        self._urgent += cls <= Class.RESTORE
         self.rate.take(size_bytes)
 
     def ended(self, cls: Class) -> None:
-        self._in_flight[cls] -= 1
+        self._total -= 1
+        self._urgent -= cls <= Class.RESTORE
 
     def waiting(self, cls: Class, change: int) -> None:
-        self._waiting[cls] += change
-
-    def _urgent(self) -> int:
-        return sum(self._in_flight[c] + self._waiting[c] for c in (Class.DEMAND, Class.RESTORE))
+        if cls <= Class.RESTORE:
+            self._urgent += change
 
     # What requests tell
 
@@ -139,7 +140,7 @@ class Flow:
     def _may_hedge(self) -> bool:
         return (
             self.hedged < max(1, self._requests * _HEDGE_SHARE)
-            and self._in_flight.total() < self.window
+            and self._total < self.window
             and time.monotonic() >= self._paused_until
         )
 
@@ -150,7 +151,7 @@ class Flow:
         queueing = latency.smooth_s / latency.base_s
         if queueing > _SHRINKING and self.window > _LEAST_VEGAS_WINDOW:
             self.window -= 1 / self.window
-        elif queueing <= _QUEUEING and self._in_flight.total() >= self.window - 1:
+        elif queueing <= _QUEUEING and self._total >= self.window - 1:
             step = 1.0 if self.window < self._threshold else 1 / self.window
             self.window = min(self.window + step, float(self.most))
 

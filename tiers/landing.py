@@ -20,6 +20,11 @@ from forebay.core.service import boot_id
 from forebay.tiers.filesystem import temporary_beside
 from forebay.tiers.store import ObjectInfo
 
+try:
+    from forebay.tiers._native import write_steps
+except ImportError:
+    write_steps = None
+
 PARTIAL = ".forebay-part-"
 RECORD = ".ranges"
 # Extended attribute (xattr(7)) by which a staged file says what it is when the catalog is lost.
@@ -57,6 +62,9 @@ class Landing(ABC):
 
     def write(self, body: memoryview, offset: int) -> None:
         """In steps: one large write makes the kernel look for large free pages, which are cold ones."""
+        if write_steps is not None:
+            write_steps(self.fd, body, offset, _WRITE_BYTES)
+            return
         while body:
             done = os.pwrite(self.fd, body[:_WRITE_BYTES], offset)
             body, offset = body[done:], offset + done

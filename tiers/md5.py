@@ -2,13 +2,14 @@
 
 An S3 server vouches for an object by its MD5, and MD5 of one stream runs at some 0.7 GB/s: more work
 than all the rest of a transfer. Bodies that arrive at about the same time are therefore digested
-together, one per SIMD lane (tiers/_md5lanes.c), at several times that rate.
+together, one per SIMD lane (tiers/_native.c), at several times that rate.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import anyio
@@ -17,13 +18,16 @@ from anyio import to_thread
 from forebay.tiers.digest import Buffer
 
 try:
-    from forebay.tiers._md5lanes import md5_many
+    from forebay.tiers._native import md5_extend, md5_finish, md5_many
 except ImportError:
     md5_many = None
 
 # A batch costs the same for one lane as for all: below this size waiting for others does not pay.
 LARGE_BYTES = 256 << 10
 _LANES = 16
+_BLOCK_BYTES = 64
+# RFC 1321, 3.3.
+_START = bytes.fromhex("0123456789abcdeffedcba9876543210")
 # How long a body waits for company when others are still on their way.
 _LINGER_S = 0.1
 
@@ -35,12 +39,50 @@ class _Job:
     done: anyio.Event = field(default_factory=anyio.Event)
 
 
+@dataclass(eq=False)
+class _Extension:
+    state: bytearray
+    body: memoryview
+    done: anyio.Event = field(default_factory=anyio.Event)
+
+
+class Md5Stream:
+    """MD5 of one object in pieces."""
+
+    def __init__(self, lanes: Md5Lanes) -> None:
+        self._lanes = lanes
+        self._hash = hashlib.md5(usedforsecurity=False) if md5_many is None else None
+        self._state = bytearray(_START)
+        self._tail = b""
+        self._total = 0
+
+    async def update(self, body: memoryview) -> None:
+        self._total += len(body)
+        if self._hash:
+            await to_thread.run_sync(self._hash.update, body)
+            return
+        if self._tail:
+            body = memoryview(self._tail + bytes(body))
+        whole = len(body) - len(body) % _BLOCK_BYTES
+        self._tail = bytes(body[whole:])
+        if whole:
+            await self._lanes.extend(self._state, body[:whole])
+
+    def hexdigest(self) -> str:
+        if self._hash:
+            return self._hash.hexdigest()
+        return str(md5_finish(self._state, self._tail, self._total).hex())
+
+
 class Md5Lanes:
     """Shared by all transfers of a daemon; all methods run on its event loop."""
 
     def __init__(self) -> None:
         self._waiting: list[_Job] = []
         self._coming = 0
+        self._streams = 0
+        self._extending: list[_Extension] = []
+        self._full = anyio.Event()
 
     async def of(
         self, read: Callable[[], Awaitable[memoryview]], *, alone: bool = False
@@ -69,6 +111,38 @@ class Md5Lanes:
             await self._digest_waiting()
         await job.done.wait()
         return body, job.md5
+
+    @contextmanager
+    def stream(self) -> Iterator[Md5Stream]:
+        """One large object, fed in order; streams that are open together are digested together."""
+        found = Md5Stream(self)
+        self._streams += 1
+        try:
+            yield found
+        finally:
+            self._streams -= 1
+            if len(self._extending) >= self._streams:
+                self._full.set()
+
+    async def extend(self, state: bytearray, body: memoryview) -> None:
+        """Whole blocks of one stream, when those of the other streams are there too, or soon."""
+        job = _Extension(state, body)
+        self._extending.append(job)
+        if len(self._extending) < min(self._streams, _LANES):
+            full = self._full
+            with anyio.move_on_after(_LINGER_S):
+                await full.wait()
+        if job in self._extending:
+            batch, self._extending = self._extending[:_LANES], self._extending[_LANES:]
+            self._full.set()
+            self._full = anyio.Event()
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(
+                    md5_extend, [other.state for other in batch], [other.body for other in batch]
+                )
+            for other in batch:
+                other.done.set()
+        await job.done.wait()
 
     async def _digest_waiting(self) -> None:
         """Bounded work on behalf of others too: a cancelled caller still finishes it."""

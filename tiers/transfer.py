@@ -30,7 +30,7 @@ from forebay.tiers.budget import Class, Gate, Ticket
 from forebay.tiers.digest import PrefixDigest, StreamDigest
 from forebay.tiers.flow import Flow
 from forebay.tiers.landing import Fetched, Landing
-from forebay.tiers.md5 import Md5Lanes
+from forebay.tiers.md5 import Md5Lanes, Md5Stream
 from forebay.tiers.store import ObjectInfo, Store
 
 log = structlog.get_logger()
@@ -188,9 +188,15 @@ class _Fetch:
         )
 
     async def _ranges(self) -> Fetched:
+        if self._info.md5 is None:
+            return await self._in_ranges(None)
+        with self._transfers._md5.stream() as md5:
+            return await self._in_ranges(md5)
+
+    async def _in_ranges(self, md5: Md5Stream | None) -> Fetched:
         range_bytes, size_bytes = self._policy.range_bytes, self._info.size_bytes
         there = set(await to_thread.run_sync(self._landing.begin, self._info, range_bytes))
-        digest = PrefixDigest(self._landing.fd, StreamDigest(with_md5=self._info.md5 is not None))
+        digest = PrefixDigest(self._landing.fd, md5.update if md5 else None)
         limit = anyio.CapacityLimiter(_PARALLEL_RANGES)
 
         async def one(number: int) -> None:
@@ -207,9 +213,9 @@ class _Fetch:
                     tasks.start_soon(one, number)
         except* (ForebayError, OSError) as errors:
             raise root_cause(errors) from None
-        if digest.stream.md5 is not None:
-            self._check(digest.stream.md5)
-        return await to_thread.run_sync(self._publish, digest.stream.xxh3)
+        if md5:
+            self._check(md5.hexdigest())
+        return await to_thread.run_sync(self._publish, digest.hexdigest())
 
     async def _range(self, number: int, start: int, end: int) -> None:
         def keep(body: memoryview) -> None:

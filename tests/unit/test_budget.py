@@ -169,7 +169,7 @@ def flow_after(outcomes: str, flow: Flow) -> Flow:
                 flow.began(Class.BULK, 1)
             with suppress(StoreBusy):
                 await flow.observed(call, 1)
-            for _ in range(int(flow._in_flight[Class.BULK])):
+            for _ in range(flow._total):
                 flow.ended(Class.BULK)
 
     anyio.run(main)

@@ -235,12 +235,12 @@ def test_puts_are_atomic_and_conditional(tmp_path: Path):
 @given(st.lists(st.binary(max_size=400) | st.integers(0, 300_000).map(bytes), min_size=1, max_size=16))
 def test_md5_of_many_is_md5_of_each(bodies):
     """The SIMD code against hashlib: any number of lanes, any lengths."""
-    lanes = pytest.importorskip("forebay.tiers._md5lanes")
+    lanes = pytest.importorskip("forebay.tiers._native")
     assert lanes.md5_many(bodies) == [hashlib.md5(body).digest() for body in bodies]
 
 
 def test_md5_lanes_refuse_what_is_no_batch():
-    lanes = pytest.importorskip("forebay.tiers._md5lanes")
+    lanes = pytest.importorskip("forebay.tiers._native")
     for wrong in ([], [b""] * 17):
         with pytest.raises(ValueError, match="1 to 16 buffers"):
             lanes.md5_many(wrong)

@@ -1,0 +1,1 @@
+"""Other people's clients, each used as its documentation says, beside ours."""
