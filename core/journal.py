@@ -53,7 +53,10 @@ class Journal:
 
     @contextmanager
     def transact(self) -> Iterator[sqlite3.Connection]:
-        """All statements of the block, or none."""
+        """All statements of the block, or none. A block inside another one is part of it."""
+        if self._db.in_transaction:
+            yield self._db
+            return
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -48,6 +49,12 @@ class Catalog:
 
     def __contains__(self, object_id: str) -> bool:
         return self._journal.row("SELECT 1 FROM objects WHERE id=?", object_id) is not None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """One transaction for all that is put or dropped in this block; no waiting in it."""
+        with self._journal.transact():
+            yield
 
     def put(self, held: Held) -> None:
         """Replaces an entry as delete and insert, so that the totals follow."""

@@ -212,7 +212,7 @@ class HotDisk:
         )  # fmt: skip
         self._catalog.put(held)
         self.held_bytes += held.blocks_bytes
-        self.evictor.came(held.id, now)
+        self.evictor.came(held.id)
         self.health.ok()
         self._keep_below_water()
 
@@ -340,7 +340,7 @@ class HotDisk:
             elif not self._catalog.get(name) and name not in self._reserved:
                 self._catalog.put(held)
                 self.held_bytes += held.blocks_bytes
-                self.evictor.came(held.id, held.used_at)
+                self.evictor.came(held.id)
                 log.info("found again", object=name)
 
     def _adopted(self, path: Path) -> Held | None:

@@ -12,7 +12,6 @@ from the catalog by least recent use; they go before all others.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from forebay.stager.catalog import Catalog, Held
@@ -39,15 +38,12 @@ class Evictor:
         self._heap: list[tuple[float, float, str]] = []
         self._entries: dict[str, tuple[float, float, str]] = {}
         self._outside: Iterator[Held] = iter(())
-        self._later: deque[str] = deque()
+        self._later: dict[str, None] = {}
 
-    def came(self, object_id: str, used_at: float) -> None:
-        """Staged, or used: its next use is another now."""
-        distance = self._plans.next_use_bytes(object_id)
-        if distance == NEVER:
-            self._later.append(object_id)
-        else:
-            self._push(distance, used_at, object_id)
+    def came(self, object_id: str) -> None:
+        """Staged, or used: its next use is another now. Looked at when a victim is looked for."""
+        if self._ranked_at >= 0:
+            self._later[object_id] = None
 
     def rank_again(self) -> None:
         """What may stay has changed (pins): all of it is looked at anew."""
@@ -105,11 +101,12 @@ class Evictor:
             if held is None or held.disk != self._disk or self._pinned(held.id):
                 continue
             if held.used_at > listed.used_at:
-                self._later.append(held.id)
+                self._later[held.id] = None
             elif self._plans.next_use_bytes(held.id) == NEVER:
                 yield held
-        for _ in range(len(self._later)):
-            late = self._catalog.get(self._later.popleft())
+        for object_id in list(self._later):
+            del self._later[object_id]
+            late = self._catalog.get(object_id)
             if late is None or late.disk != self._disk or self._pinned(late.id):
                 continue
             distance = self._plans.next_use_bytes(late.id)
@@ -119,8 +116,9 @@ class Evictor:
                 self._push(distance, late.used_at, late.id)
 
     def _put_back(self, candidates: list[tuple[float, Held]]) -> None:
-        unplanned = [held.id for distance, held in candidates if distance == NEVER]
-        self._later.extendleft(reversed(unplanned))
+        unplanned = {held.id: None for distance, held in candidates if distance == NEVER}
+        # First again, as they were.
+        self._later = {**unplanned, **self._later}
         for distance, held in candidates:
             if distance != NEVER:
                 self._push(distance, held.used_at, held.id)

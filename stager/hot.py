@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -128,7 +130,7 @@ class HotTier:
     def used(self, object_id: str) -> None:
         """A plan has passed it: its next use is another now."""
         if found := self._held(object_id):
-            found[0].evictor.came(object_id, found[1].used_at)
+            found[0].evictor.came(object_id)
 
     # Leases
 
@@ -207,6 +209,12 @@ class HotTier:
             disk.cancel(shard)
             if isinstance(err, OSError):
                 disk.failed(err)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is kept in this block is written down at once."""
+        with self._catalog.together():
+            yield
 
     def keep(self, shard: Shard, fetched: Fetched, tenant: str) -> None:
         self._promised_bytes.pop(shard.id, None)

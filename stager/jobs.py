@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup
 from forebay.core.errors import ForebayError, InvalidRequest, TierFull, WorkingSetTooLarge
 from forebay.core.protocol import Dataset, Stage, StageJob
 from forebay.core.units import format_bytes
+from forebay.stager.bulk import BulkStream
 from forebay.stager.disk import allocated
 from forebay.stager.hot import HotTier
 from forebay.stager.jobbook import JobBook
@@ -29,7 +30,6 @@ from forebay.tiers.budget import Class
 
 log = structlog.get_logger()
 
-# The rest of a job waits in its plan, where loaders' demands pass it.
 _SHARDS_AT_ONCE = 32
 # How often a waiting client hears of progress.
 _PACE_S = 0.1
@@ -183,22 +183,12 @@ class StageJobs:
         return min((board.served for board in self._running.values()), default=0.0)
 
     async def _run(self, board: _Board, manifest: Manifest, numbers: npt.NDArray[np.int64]) -> None:
-        owner = next(self._owners)
         tenant = self._registry.find(board.job.dataset_id).tenant
-        if board.job.tier == "hot":
-            self._plans.set(owner, Plan(manifest, numbers, 0, tenant))
-        self._scheduler.forgive()
-        turns = anyio.CapacityLimiter(_SHARDS_AT_ONCE)
         with board.scope:
-            try:
-                async with anyio.create_task_group() as tasks:
-                    for number in numbers:
-                        shard = manifest.shard(int(number))
-                        await turns.acquire_on_behalf_of(shard.id)
-                        tasks.start_soon(self._one, shard, tenant, board, turns)
-            finally:
-                self._plans.drop(owner)
-                self._scheduler.poke()
+            if board.job.tier == "warm":
+                await self._to_warm(board, manifest, numbers, tenant)
+            else:
+                await self._to_hot(board, manifest, numbers, tenant)
         if board.cancelled or not board.scope.cancelled_caught:
             self._book.put(board.finish())
             if board.cancelled and board.job.pin:
@@ -206,16 +196,40 @@ class StageJobs:
         del self._running[board.job.id]
         board.wake()
 
-    async def _one(self, shard: Shard, tenant: str, board: _Board, turns: anyio.CapacityLimiter) -> None:
+    async def _to_hot(
+        self, board: _Board, manifest: Manifest, numbers: npt.NDArray[np.int64], tenant: str
+    ) -> None:
+        owner = next(self._owners)
+        self._plans.set(owner, Plan(manifest, numbers, 0, tenant))
         try:
-            cls, rank = board.rank(shard)
-            bring = self._scheduler.to_warm if board.job.tier == "warm" else self._scheduler.demand
-            await bring(shard, tenant, cls, rank)
-            board.done(shard)
-        except ForebayError as err:
-            board.failed(shard, err)
+            await self._scheduler.stage(
+                BulkStream(manifest, numbers, tenant, board.rank, board.taken, board.one_ended)
+            )
         finally:
-            turns.release_on_behalf_of(shard.id)
+            self._plans.drop(owner)
+            self._scheduler.poke()
+
+    async def _to_warm(
+        self, board: _Board, manifest: Manifest, numbers: npt.NDArray[np.int64], tenant: str
+    ) -> None:
+        """By way of the hot tier, some at a time."""
+        turns = anyio.CapacityLimiter(_SHARDS_AT_ONCE)
+
+        async def one(shard: Shard) -> None:
+            error: ForebayError | None = None
+            try:
+                await self._scheduler.to_warm(shard, tenant, *board.rank())
+            except ForebayError as err:
+                error = err
+            finally:
+                turns.release_on_behalf_of(shard.id)
+            board.one_ended(shard, error)
+
+        async with anyio.create_task_group() as tasks:
+            for shard in manifest.shards(numbers):
+                await turns.acquire_on_behalf_of(shard.id)
+                board.taken(shard)
+                tasks.start_soon(one, shard)
 
 
 class _Board:
@@ -230,9 +244,11 @@ class _Board:
         self.ended = anyio.Event()
         self._marks = [(time.monotonic(), 0)]
 
-    def rank(self, shard: Shard) -> tuple[Class, float]:
-        """Fair among jobs by what each was served for its priority; a deadline in danger comes before."""
+    def taken(self, shard: Shard) -> None:
         self.served += shard.size_bytes / self.job.priority
+
+    def rank(self) -> tuple[Class, float]:
+        """Fair among jobs by what each was served for its priority; a deadline in danger comes before."""
         job = self.job
         if job.deadline_at is not None:
             left_s = job.deadline_at - time.time()
@@ -240,7 +256,13 @@ class _Board:
                 return Class.LOOKAHEAD, time.monotonic() + left_s
         return Class.BULK, self.served
 
-    def done(self, shard: Shard) -> None:
+    def one_ended(self, shard: Shard, error: ForebayError | None) -> None:
+        if error:
+            self._move(failed={**self.job.failed, shard.info.key: str(error)})
+        else:
+            self._done(shard)
+
+    def _done(self, shard: Shard) -> None:
         bytes_done = self.job.bytes_done + shard.size_bytes
         rate_bps = self._rate(bytes_done)
         eta_s = (self.job.bytes_total - bytes_done) / rate_bps if rate_bps else None
@@ -255,9 +277,6 @@ class _Board:
             self._marks = [mark for mark in self._marks if now - mark[0] < _RATE_OVER_S] or self._marks[-1:]
         since, then_bytes = self._marks[0]
         return (bytes_done - then_bytes) / (now - since) if now > since else 0.0
-
-    def failed(self, shard: Shard, err: ForebayError) -> None:
-        self._move(failed={**self.job.failed, shard.info.key: str(err)})
 
     def finish(self) -> StageJob:
         """Done means every shard is there and verified; anything less is a failure (F29)."""

@@ -36,6 +36,7 @@ SCHEMA = pa.schema(
     ]
 )
 _BATCH_ROWS = 16384
+_PAGE_ROWS = 1024
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -81,6 +82,14 @@ class Manifest:
             raise InvalidRequest(f"{self.url} has shards 0 to {len(self) - 1}, not {number}")
         key, size_bytes, version, md5, raw = (column[number].as_py() for column in self._table.columns)
         return Shard(number, self.url, ObjectInfo(key, size_bytes, version, md5), raw.hex())
+
+    def shards(self, numbers: npt.NDArray[np.int64]) -> Iterator[Shard]:
+        """Many at once, in pages: much cheaper than one by one."""
+        for start in range(0, len(numbers), _PAGE_ROWS):
+            page = numbers[start : start + _PAGE_ROWS]
+            columns = [column.to_pylist() for column in self._table.take(pa.array(page)).columns]
+            for number, key, size_bytes, version, md5, raw in zip(page.tolist(), *columns, strict=True):
+                yield Shard(number, self.url, ObjectInfo(key, size_bytes, version, md5), raw.hex())
 
     def keys(self, numbers: npt.NDArray[np.int64]) -> list[str]:
         return self._table["key"].take(pa.array(numbers)).to_pylist()  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from forebay.core import metrics
 from forebay.core.config import Settings
 from forebay.core.errors import Cancelled, ForebayError, TierFull
 from forebay.core.units import format_bytes
+from forebay.stager.bulk import BulkStream
 from forebay.stager.hot import HotTier
 from forebay.stager.manifest import Shard
 from forebay.stager.plan import NEVER, Plan, PlanBook
@@ -34,6 +35,9 @@ _LOOKAHEAD_SHARE = 16
 # A demand may push out everything that is not in use, whenever it is used next.
 _ANYTHING = -1.0
 _DISK_TRIES = 3
+# Where what a request costs beside its bytes is most of it, several go together.
+_SMALL_BYTES = 256 << 10
+_SMALL_AT_ONCE = 16
 
 
 @dataclass(eq=False)
@@ -44,6 +48,7 @@ class _Want:
     tenant: str
     ticket: Ticket
     waiters: int = 0
+    streams: list[BulkStream] = field(default_factory=list)
     fetching: bool = False
     error: ForebayError | None = None
     done: anyio.Event = field(default_factory=anyio.Event)
@@ -60,6 +65,7 @@ class Scheduler:
         self._gate = gate
         self._wants: dict[str, _Want] = {}
         self._failed: set[str] = set()
+        self._streams: list[BulkStream] = []
         self._busy = 0
         self._changed = anyio.Event()
         self.fetches = 0
@@ -98,10 +104,13 @@ class Scheduler:
         if want.error:
             raise want.error
         if limit.cancelled_caught:
-            raise TierFull(
-                f"waited {self._settings.stager.wait_s:g} s for {shard.name} "
-                f"({format_bytes(shard.size_bytes)}): {self._hot.explain_full()}"
-            )
+            raise self._no_room(shard)
+
+    def _no_room(self, shard: Shard) -> TierFull:
+        return TierFull(
+            f"waited {self._settings.stager.wait_s:g} s for {shard.name} "
+            f"({format_bytes(shard.size_bytes)}): {self._hot.explain_full()}"
+        )
 
     async def to_warm(self, shard: Shard, tenant: str, cls: Class, rank: float) -> None:
         """As `demand`, for the warm tier: by way of the hot one."""
@@ -114,8 +123,26 @@ class Scheduler:
         if not want.fetching:
             if self._wants.get(want.shard.id) is want:
                 del self._wants[want.shard.id]
-        elif want.ticket.cls >= Class.BULK and self._plans.next_use_bytes(want.shard.id) == NEVER:
+        elif (
+            want.ticket.cls >= Class.BULK
+            and not want.streams
+            and self._plans.next_use_bytes(want.shard.id) == NEVER
+        ):
             want.scope.cancel()
+
+    async def stage(self, stream: BulkStream) -> None:
+        """Bring all of a stream, and tell it of each. When this is called off, so is what it wanted."""
+        self._streams.append(stream)
+        self.forgive()
+        try:
+            await stream.done.wait()
+        finally:
+            self._streams.remove(stream)
+            for want in list(self._wants.values()):
+                if stream in want.streams:
+                    want.streams.remove(stream)
+                    if not want.waiters:
+                        self._nobody_waits(want)
 
     def poke(self) -> None:
         """Something changed (a plan, a lease, a demand): look again."""
@@ -139,29 +166,34 @@ class Scheduler:
                 changed = self._changed
                 while self._start_one(tasks):
                     pass
-                await changed.wait()
+                with anyio.move_on_after(self._settings.stager.wait_s if self._streams else None):
+                    await changed.wait()
 
     def _start_one(self, tasks: TaskGroup) -> bool:
-        want = self._choose()
-        if want is None:
+        wants = self._choose()
+        if not wants:
             return False
-        want.fetching = True
+        for want in wants:
+            want.fetching = True
         self._busy += 1
-        tasks.start_soon(self._bring, want)
+        tasks.start_soon(self._bring, wants)
         return True
 
-    def _choose(self) -> _Want | None:
-        """The next shard to fetch, with room reserved for it."""
+    def _choose(self) -> list[_Want]:
+        """What to fetch next, with room reserved for it: one shard, or several small ones of a stream."""
         full = self._busy >= self._settings.stager.concurrency
         for want in self._waiting():
             cls = want.ticket.cls
             if full and cls > Class.RESTORE:
-                return None
+                return []
             if cls > Class.LOOKAHEAD and (ahead := self._next_ahead()):
-                return ahead
+                return [ahead]
             if self._admitted(want):
-                return want
-        return None if full else self._next_ahead()
+                return [want]
+        if full:
+            return []
+        ahead = self._next_ahead()
+        return [ahead] if ahead else self._next_of_streams()
 
     def _waiting(self) -> list[_Want]:
         waiting = [want for want in self._wants.values() if not want.fetching]
@@ -207,7 +239,79 @@ class Scheduler:
                 return time.monotonic() + plan.bytes_until(place) / plan.demand.rate_bps, plan, place, shard
         return None
 
-    async def _bring(self, want: _Want) -> None:
+    def _next_of_streams(self) -> list[_Want]:
+        """From the job that has had least for its priority, or whose deadline is near."""
+        for stream in sorted(self._streams, key=lambda stream: stream.rank()):
+            wants: list[_Want] = []
+            while stream.head and len(wants) < _SMALL_AT_ONCE:
+                want = self._from(stream)
+                if want is None:
+                    break
+                wants.append(want)
+                if not (small := want.shard.size_bytes <= _SMALL_BYTES) or self._sources.warm:
+                    break
+                if not stream.head or (stream.head.size_bytes > _SMALL_BYTES) == small:
+                    break
+            if wants:
+                return wants
+        return []
+
+    def _from(self, stream: BulkStream) -> _Want | None:
+        """A want for the first shard of the stream that is not there yet; None when there is no room."""
+        while shard := stream.head:
+            if shard.id in self._hot:
+                stream.finish(stream.take(), None)
+                continue
+            if known := self._wants.get(shard.id):
+                known.streams.append(stream)
+                stream.take()
+                continue
+            cls, rank = stream.rank()
+            try:
+                distance = self._plans.next_use_bytes(shard.id)
+                if self._hot.reserve(shard, distance, stream.tenant, must=False):
+                    stream.take()
+                    want = _Want(shard, stream.tenant, Ticket(cls, rank), streams=[stream])
+                    self._wants[shard.id] = want
+                    return want
+                if stream.blocked_s() < self._settings.stager.wait_s:
+                    return None
+                raise self._no_room(shard)
+            except ForebayError as err:
+                stream.finish(stream.take(), err)
+        return None
+
+    async def _bring(self, wants: list[_Want]) -> None:
+        """Several small ones together; who does not come well that way is fetched alone."""
+        if len(wants) > 1:
+            wants = await self._bring_small(wants)
+        for want in wants:
+            await self._bring_one(want)
+        self._busy -= 1
+        self.poke()
+
+    async def _bring_small(self, wants: list[_Want]) -> list[_Want]:
+        shards = [want.shard for want in wants]
+        by_id = {want.shard.id: want for want in wants}
+        try:
+            brought = await self._sources.fetch_small(
+                shards, lambda shard: self._hot.landing(shard, by_id[shard.id].tenant), wants[0].ticket
+            )
+        except OSError:
+            # Which file the disk refused is found out one by one.
+            return wants
+        with self._hot.together():
+            for want, found in zip(wants, brought, strict=True):
+                if found:
+                    self._hot.keep(want.shard, found.file, want.tenant)
+                    self.fetches += 1
+        metrics.stager_fetches.inc(sum(found is not None for found in brought))
+        for want, found in zip(wants, brought, strict=True):
+            if found:
+                self._finish(want, None)
+        return [want for want, found in zip(wants, brought, strict=True) if not found]
+
+    async def _bring_one(self, want: _Want) -> None:
         error: ForebayError | None = None
         try:
             with want.scope:
@@ -219,9 +323,7 @@ class Scheduler:
             error = err
         if want.scope.cancelled_caught:
             error = Cancelled(f"the fetch of {want.shard.name} was called off")
-        self._busy -= 1
         self._finish(want, error)
-        self.poke()
 
     async def _fetch(self, want: _Want) -> None:
         """A disk that fails under a fetch is gone around: it is tried elsewhere."""
@@ -264,3 +366,6 @@ class Scheduler:
         if not want.done.is_set():
             want.error = error
             want.done.set()
+            for stream in want.streams:
+                stream.finish(want.shard, error)
+            want.streams.clear()

@@ -97,6 +97,15 @@ class Sources:
             raise
         return self._counted(Brought(file, "cold"))
 
+    async def fetch_small(
+        self, shards: list[Shard], landing: Callable[[Shard], Landing], ticket: Ticket
+    ) -> list[Brought | None]:
+        """Small shards of one source together, from cold; None for one that has to be fetched alone."""
+        store, flow = self.store(shards[0].url), self.flow(shards[0].url)
+        items = [(shard.info, landing(shard)) for shard in shards]
+        files = await self._transfers.fetch_small(store, flow, items, ticket)
+        return [self._counted(Brought(file, "cold")) if file else None for file in files]
+
     async def publish(self, shard: Shard, brought: Brought) -> None:
         """Leave a copy for the other nodes, once the shard serves here."""
         if self.warm and brought.tier == "cold":

@@ -156,6 +156,14 @@ class Md5Lanes:
                 job.done.set()
 
 
+def md5_of(bodies: list[memoryview]) -> list[str]:
+    """Of any number of bodies; those of like size share the lanes."""
+    if md5_many is None or len(bodies) == 1:
+        return [_alone(body) for body in bodies]
+    batches = (bodies[start : start + _LANES] for start in range(0, len(bodies), _LANES))
+    return [digest for batch in batches for digest in _together(batch)]
+
+
 def _alone(body: Buffer) -> str:
     return hashlib.md5(body, usedforsecurity=False).hexdigest()
 

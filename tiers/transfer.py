@@ -8,6 +8,7 @@ and digests fit does the landing become visible; whatever else happens, nothing 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -27,10 +28,10 @@ from forebay.core.errors import (
     root_cause,
 )
 from forebay.tiers.budget import Class, Gate, Ticket
-from forebay.tiers.digest import PrefixDigest, StreamDigest
+from forebay.tiers.digest import PrefixDigest, digest_bytes
 from forebay.tiers.flow import Flow
 from forebay.tiers.landing import Fetched, Landing
-from forebay.tiers.md5 import Md5Lanes, Md5Stream
+from forebay.tiers.md5 import Md5Lanes, Md5Stream, md5_of
 from forebay.tiers.store import ObjectInfo, Store
 
 log = structlog.get_logger()
@@ -96,6 +97,24 @@ class Transfers:
                 log.warning("wrong bytes, fetching again", error=str(err))
         raise AssertionError("attempts is at least 1")
 
+    async def fetch_small(
+        self, store: Store, flow: Flow, items: list[tuple[ObjectInfo, Landing]], ticket: Ticket
+    ) -> list[Fetched | None]:
+        """Several small objects in one turn, one after the other: what each costs beside its bytes is shared.
+
+        None for one that did not come well; nothing of it stays, and `fetch` may be asked for it.
+        """
+        total_bytes = sum(info.size_bytes for info, _ in items)
+        async with self._gate.turn(flow, ticket, total_bytes):
+            bodies: list[memoryview | None] = []
+            for info, _ in items:
+                try:
+                    body = await flow.observed(partial(store.read, info, 0, info.size_bytes), info.size_bytes)
+                except ForebayError:
+                    body = None
+                bodies.append(body)
+            return await to_thread.run_sync(_land_all, items, bodies)
+
     async def piece(
         self,
         store: Store,
@@ -122,6 +141,29 @@ class Transfers:
                 return await use(read)
 
         return await retrying(once, self._policy.attempts)
+
+
+def _land_all(
+    items: list[tuple[ObjectInfo, Landing]], bodies: list[memoryview | None]
+) -> list[Fetched | None]:
+    """Raises OSError of the disk."""
+    digests = iter(md5_of([body for body in bodies if body is not None]))
+    landed: list[Fetched | None] = []
+    for (info, landing), body in zip(items, bodies, strict=True):
+        if body is None or (next(digests) != info.md5 and info.md5 is not None):
+            landed.append(None)
+        else:
+            landed.append(_land(landing, info, body))
+    return landed
+
+
+def _land(landing: Landing, info: ObjectInfo, body: memoryview) -> Fetched:
+    try:
+        landing.begin(info, info.size_bytes)
+        landing.write(body, 0)
+        return landing.publish(digest_bytes(body))
+    finally:
+        landing.close(keep=False)
 
 
 class _Fetch:
@@ -166,12 +208,10 @@ class _Fetch:
         size_bytes = self._info.size_bytes
 
         def land(body: memoryview) -> Fetched:
-            digest = StreamDigest(with_md5=False)
-            digest.update(body)
             try:
                 self._landing.begin(self._info, size_bytes)
                 self._landing.write(body, 0)
-                return self._publish(digest.xxh3)
+                return self._publish(digest_bytes(body))
             finally:
                 self._landing.close(keep=False)
 

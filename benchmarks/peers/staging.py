@@ -40,16 +40,20 @@ def _tool(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 def s5cmd(bucket: str, prefix: str, folder: Path) -> Callable[[], None]:
     endpoint = os.environ["AWS_ENDPOINT_URL"]
     command = [_tool("s5cmd"), "--endpoint-url", endpoint, "cp", f"s3://{bucket}/{prefix}/*", f"{folder}/"]
-    return lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL) and None
+    return partial(_run, command)
 
 
 def rclone(bucket: str, prefix: str, folder: Path) -> Callable[[], None]:
     remote = f":s3,provider=Other,env_auth=true,endpoint='{os.environ['AWS_ENDPOINT_URL']}':{bucket}/{prefix}"
     command = [_tool("rclone"), "copy", "--transfers", str(_THREADS), "--checkers", "8", remote, str(folder)]
-    return lambda: subprocess.run(command, check=True, stderr=subprocess.DEVNULL) and None
+    return partial(_run, command)
 
 
 def obstore(bucket: str, prefix: str, folder: Path) -> Callable[[], None]:

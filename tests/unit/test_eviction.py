@@ -60,7 +60,7 @@ class Bench:
     def stage(self, name: str, used_at: float = 0.0, tenant: str = "") -> None:
         held = Held(self.ids[name], "d", tenant, SIZE, SIZE, "", "", used_at, 0.0)
         self.catalog.put(held)
-        self.evictor.came(held.id, used_at)
+        self.evictor.came(held.id)
 
     def evict(self, name: str) -> None:
         self.catalog.drop(self.ids[name])
@@ -68,7 +68,7 @@ class Bench:
     def advance(self, plan: Plan, place: int) -> None:
         for number in plan.advance(place):
             if held := self.catalog.get(self.manifest.shard(number).id):
-                self.evictor.came(held.id, held.used_at)
+                self.evictor.came(held.id)
 
     def choose(self, need: int, later_than: float = -1.0, tenant: str | None = None) -> str | None:
         chosen = self.evictor.choose(need, later_than, tenant)
@@ -172,7 +172,7 @@ def test_the_heap_chooses_as_a_full_search_does(operations):
                 b.stage(what, clock)
             elif verb == "use" and (held := b.catalog.get(b.ids[what])):
                 b.catalog.put(Held(held.id, "d", "", SIZE, SIZE, "", "", clock, 0.0))
-                b.evictor.came(held.id, clock)
+                b.evictor.came(held.id)
             elif verb == "advance":
                 for _, plan in b.plans.items():
                     b.advance(plan, plan.position + what)
