@@ -52,6 +52,22 @@ def staging(
 
 
 @app.command()
+def eviction(json: JsonFile = None, shards: int = 1000, share: float = 0.5, seed: Seed = 0) -> None:
+    """Hit ratios of stagerd, LRU, FIFO and coldest-first beside the optimum, on the same traces."""
+    from forebay.benchmarks.eviction import bench
+
+    bench(shards, share, seed).publish(json)
+
+
+@app.command()
+def stager(json: JsonFile = None, shards: int = 2_000_000, seed: Seed = 0) -> None:
+    """Scale, hand-over, latency of demands beside a stage job, bytes from cold for four nodes."""
+    from forebay.benchmarks.stager import bench
+
+    bench(shards, seed).publish(json)
+
+
+@app.command()
 def figures(
     files: Annotated[list[Path], typer.Argument(help="JSON files that benches wrote.")],
     into: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/figures.md"),
