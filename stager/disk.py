@@ -33,8 +33,8 @@ from forebay.stager.evictor import Evictor
 from forebay.stager.health import Health, probe
 from forebay.stager.manifest import Shard
 from forebay.tiers.digest import digest_fd
-from forebay.tiers.filesystem import OWN_TEMPORARY, TEMPORARY
-from forebay.tiers.landing import PARTIAL, RECORD, XATTR, Fetched, FileLanding, Note
+from forebay.tiers.filesystem import OWN_TEMPORARY, TEMPORARY, temporary_beside
+from forebay.tiers.landing import PARTIAL, RECORD, XATTR, Fetched, FileLanding, Note, remove_all
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -43,6 +43,8 @@ _OBJECT_NAME = re.compile(r"[0-9a-f]{32}")
 # What a file may take beyond its length: it is counted in blocks (S4).
 _BLOCK_BYTES = 4096
 _QUARANTINED = 16
+_KEPT_OPEN = 256
+_NOBODY = ""
 # Later than the last byte of any plan.
 _IN_A_PLAN = sys.float_info.max
 # What says that the disk, and not just one file, is at fault.
@@ -83,6 +85,9 @@ class HotDisk:
         self._boot = boot_id()
         self._reserved: dict[str, int] = {}
         self._partial: dict[str, int] = {}
+        self._opened: dict[str, int] = {}
+        self._doomed: dict[str, dict[Path, int]] = {}
+        self._doomed_bytes = 0
         self.held_bytes = catalog.totals(self.name).blocks_bytes
         self.evictions = 0
         self._device = -1
@@ -110,13 +115,26 @@ class HotDisk:
         return self.root / object_id[:2] / object_id
 
     def landing(self, shard: Shard, tenant: str) -> FileLanding:
-        return FileLanding(self.path(shard.id), tenant)
+        """Removes first what was evicted for it, so that the space is there before it is taken (S4)."""
+        return FileLanding(self.path(shard.id), tenant, self._take_doomed(shard.id))
+
+    def _take_doomed(self, reserved_for: str) -> list[Path]:
+        doomed = self._doomed.pop(reserved_for, {})
+        self._doomed_bytes -= sum(doomed.values())
+        return list(doomed)
+
+    async def clear(self, reserved_for: str = _NOBODY) -> None:
+        """Remove what was evicted, and for whom no fetch will do it."""
+        if doomed := self._take_doomed(reserved_for):
+            await to_thread.run_sync(remove_all, doomed)
 
     async def open(self, held: Held) -> int | None:
         """A descriptor of a staged object, or None: a file that is gone or damaged is a miss.
 
         A file from another boot of the machine was perhaps never flushed: verified on first use (S3).
         """
+        if (known := self._opened.get(held.id)) is not None:
+            return os.dup(known)
         path = self.path(held.id)
         try:
             fd = await self._within_limit(lambda: _open_sound(path, held, self._boot))
@@ -131,7 +149,19 @@ class HotDisk:
         self.health.ok()
         if held.boot_id != self._boot:
             self._catalog.verified(held, self._boot)
+        self._keep_open(held.id, fd)
         return fd
+
+    def _keep_open(self, object_id: str, fd: int) -> None:
+        """What was just looked at is handed out again without looking; of the newest few."""
+        self._close(object_id)
+        self._opened[object_id] = os.dup(fd)
+        if len(self._opened) > _KEPT_OPEN:
+            self._close(next(iter(self._opened)))
+
+    def _close(self, object_id: str) -> None:
+        if (fd := self._opened.pop(object_id, None)) is not None:
+            os.close(fd)
 
     async def _within_limit(self, call: Callable[[], T]) -> T:
         """In a thread; a disk that stays silent too long is left alone with it. Raises TimeoutError."""
@@ -177,9 +207,9 @@ class HotDisk:
             need_bytes - kept_bytes - self._free_on_disk(),
         )
         short_bytes -= self._drop_partials(short_bytes)
-        if over_quota_bytes > 0 and not self._evict_for(over_quota_bytes, next_use_bytes, tenant):
+        if over_quota_bytes > 0 and not self._evict_for(over_quota_bytes, next_use_bytes, tenant, shard.id):
             return False
-        if short_bytes > 0 and not self._evict_for(short_bytes, next_use_bytes, None):
+        if short_bytes > 0 and not self._evict_for(short_bytes, next_use_bytes, None, shard.id):
             if self.held_bytes == 0 and not self._reserved:
                 raise DiskFull(
                     f"{self.root} has no room for {shard.name} ({format_bytes(need_bytes)}) "
@@ -189,15 +219,19 @@ class HotDisk:
         self._reserved[shard.id] = need_bytes
         return True
 
-    def _evict_for(self, need_bytes: int, next_use_bytes: float, tenant: str | None) -> bool:
+    def _evict_for(
+        self, need_bytes: int, next_use_bytes: float, tenant: str | None, reserved_for: str
+    ) -> bool:
         chosen = self.evictor.choose(need_bytes, next_use_bytes, tenant)
         for held in chosen or ():
-            self.evict(held)
+            self.evict(held, reserved_for)
         return chosen is not None
 
     def cancel(self, shard: Shard) -> None:
         """The fetch ended without a file; what it wrote so far may have stayed, and is counted."""
         self._reserved.pop(shard.id, None)
+        if shard.id in self._doomed:
+            remove_all(self._take_doomed(shard.id))
         kept_bytes = _blocks(self.path(shard.id).with_name(f"{PARTIAL}{shard.id}"))
         if kept_bytes:
             self._partial[shard.id] = kept_bytes
@@ -216,9 +250,13 @@ class HotDisk:
         self.health.ok()
         self._keep_below_water()
 
-    def evict(self, held: Held) -> None:
+    def evict(self, held: Held, reserved_for: str = _NOBODY) -> None:
+        """Out of sight at once; to remove a large file takes time, so the next fetch or `clear` does it."""
+        aside = temporary_beside(self.path(held.id))
         try:
-            self.path(held.id).unlink(missing_ok=True)
+            self.path(held.id).rename(aside)
+            self._doomed.setdefault(reserved_for, {})[aside] = held.blocks_bytes
+            self._doomed_bytes += held.blocks_bytes
         except OSError as err:
             self.failed(err)
         self.forget(held)
@@ -226,6 +264,7 @@ class HotDisk:
         metrics.stager_evictions.inc()
 
     def forget(self, held: Held) -> None:
+        self._close(held.id)
         if self._catalog.get(held.id):
             self._catalog.drop(held.id)
             self.held_bytes -= held.blocks_bytes
@@ -250,7 +289,7 @@ class HotDisk:
         """Past the high water mark, idle shards go down to the low one: nobody has to wait for it later."""
         if self.held_bytes > self._settings.high_water * self.capacity_bytes:
             while self.held_bytes > self._settings.low_water * self.capacity_bytes:
-                if not self._evict_for(1, _IN_A_PLAN, None):
+                if not self._evict_for(1, _IN_A_PLAN, None, _NOBODY):
                     return
 
     def _free_on_disk(self) -> int:
@@ -267,7 +306,8 @@ class HotDisk:
         if disk.f_files and disk.f_favail < self._settings.reserve_inodes:
             return 0
         # Reserved files are allocated as soon as their fetch begins, perhaps not yet: count them fully.
-        return disk.f_bavail * disk.f_frsize - self._settings.reserve - sum(self._reserved.values())
+        free_bytes = disk.f_bavail * disk.f_frsize + self._doomed_bytes
+        return free_bytes - self._settings.reserve - sum(self._reserved.values())
 
     def _drop_partials(self, need_bytes: int) -> int:
         freed = 0
@@ -285,6 +325,8 @@ class HotDisk:
         if not isinstance(err, TimeoutError) and err.errno not in _DISK_ERRORS:
             return
         metrics.stager_disk_failures.inc()
+        for object_id in list(self._opened):
+            self._close(object_id)
         self.health.failed(str(err) or type(err).__name__)
 
     async def look_after(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -21,6 +23,7 @@ class Registry:
         self._journal = journal
         self._folder = folder
         self._manifests: dict[str, Manifest] = {}
+        self._by_id: dict[str, tuple[Dataset, Manifest]] = {}
 
     @property
     def manifests_folder(self) -> Path:
@@ -48,6 +51,8 @@ class Registry:
 
     def find(self, id_or_name: str) -> Dataset:
         """By id, or the newest listing under that name."""
+        if known := self._by_id.get(id_or_name):
+            return known[0]
         row = self._journal.row(
             f"SELECT {_COLUMNS} FROM datasets WHERE id=? OR name=? ORDER BY registered_at DESC, rowid DESC",
             id_or_name, id_or_name,
@@ -62,12 +67,15 @@ class Registry:
 
     def manifest(self, dataset_id: str) -> Manifest:
         """One object per file, so that what several datasets and plans share is opened once."""
+        if known := self._by_id.get(dataset_id):
+            return known[1]
         row = self._journal.row("SELECT manifest, url FROM datasets WHERE id=?", dataset_id)
         if row is None:
             raise DatasetNotFound(f"no dataset {dataset_id!r} is registered on this node")
         name = row["manifest"]
         if name not in self._manifests:
             self._manifests[name] = Manifest(self.manifests_folder / name, row["url"])
+        self._by_id[dataset_id] = (self.find(dataset_id), self._manifests[name])
         return self._manifests[name]
 
     # Sample indices
@@ -88,3 +96,11 @@ class Registry:
         """Samples in that shard, -1 when nobody has counted them."""
         row = self._journal.row("SELECT samples FROM indices WHERE object_id=?", object_id)
         return row["samples"] if row and self.index_path(object_id).is_file() else -1
+
+    def open_index(self, object_id: str) -> int | None:
+        """A descriptor of the index, None when there is none."""
+        if self._journal.row("SELECT 1 FROM indices WHERE object_id=?", object_id) is None:
+            return None
+        with suppress(FileNotFoundError):
+            return os.open(self.index_path(object_id), os.O_RDONLY | os.O_CLOEXEC)
+        return None

@@ -223,10 +223,8 @@ class Session:
         except BaseException:
             self._unlease(shard)
             raise
-        index = self._stager.registry.index_path(shard.id)
-        fds = [fd]
-        if self._stager.registry.samples(shard.id) >= 0:
-            fds.append(os.open(index, os.O_RDONLY | os.O_CLOEXEC))
+        index = self._stager.registry.open_index(shard.id)
+        fds = [fd] if index is None else [fd, index]
         return ShardReady(shard.size_bytes, digest, len(fds) > 1), fds
 
     async def _opened(self, shard: Shard, tenant: str) -> tuple[int, str]:
@@ -308,6 +306,8 @@ class Session:
         ids = [manifest.shard(int(n)).id for n in select(manifest, request.selection)]
         staged = [object_id for object_id in ids if object_id in self._stager.hot]
         gone = sum(self._stager.hot.evict(object_id) for object_id in staged)
+        for disk in self._stager.hot.disks:
+            await disk.clear()
         self._stager.scheduler.poke()
         return Evicted(gone, len(staged) - gone), ()
 

@@ -22,7 +22,7 @@ class Upkeep:
         async with anyio.create_task_group() as tasks:
             for disk in self._hot.disks:
                 tasks.start_soon(self._disk, disk)
-            tasks.start_soon(self._recency)
+            tasks.start_soon(self._now_and_then)
 
     async def _disk(self, disk: HotDisk) -> None:
         await disk.sweep()
@@ -33,7 +33,9 @@ class Upkeep:
             await disk.look_after()
             self._scheduler.poke()
 
-    async def _recency(self) -> None:
+    async def _now_and_then(self) -> None:
         while True:
             await anyio.sleep(_FLUSH_S)
             self._catalog.flush()
+            for disk in self._hot.disks:
+                await disk.clear()

@@ -85,7 +85,9 @@ class Turn:
     ticket: Ticket
     lane: Lane
     size_bytes: int
-    granted: anyio.Event = field(default_factory=anyio.Event)
+    granted: bool = False
+    # Set when it is granted, or when the time until then has to be looked at anew.
+    called: anyio.Event = field(default_factory=anyio.Event)
     # As it was when the turn began: the ticket may be raised later.
     cls: Class = Class.SCRUB
     in_lane: bool = False
@@ -93,7 +95,8 @@ class Turn:
     def enter(self) -> None:
         self.cls, self.in_lane = self.ticket.cls, True
         self.lane.began(self.cls, self.size_bytes)
-        self.granted.set()
+        self.granted = True
+        self.called.set()
 
     def leave_lane(self) -> None:
         """The source has answered; the bytes are still in memory."""
@@ -134,7 +137,7 @@ class Gate:
             await self._granted(turn)
             yield turn
         finally:
-            if turn.granted.is_set():
+            if turn.granted:
                 self.taken_bytes -= size_bytes
                 self._turns -= 1
                 if not self._turns:
@@ -147,19 +150,33 @@ class Gate:
         self._waiting.append(turn)
         turn.lane.waiting(cls, +1)
         try:
-            opens_in_s = self.dispatch()
-            while not turn.granted.is_set():
+            opens_in_s = self._start_all()
+            if turn.granted:
+                self._pass_on(opens_in_s)
+            while not turn.granted:
                 with anyio.move_on_after(opens_in_s):
-                    await turn.granted.wait()
-                if not turn.granted.is_set():
-                    opens_in_s = self.dispatch()
+                    await turn.called.wait()
+                if not turn.granted:
+                    turn.called = anyio.Event()
+                    opens_in_s = self._start_all()
+                    if turn.granted:
+                        self._pass_on(opens_in_s)
         finally:
             turn.lane.waiting(cls, -1)
             if turn in self._waiting:
                 self._waiting.remove(turn)
 
-    def dispatch(self) -> float:
-        """Start what may start; seconds until it is worth asking again, inf when a signal will come."""
+    def dispatch(self) -> None:
+        """Start what may start: a turn has ended, a ticket was raised, a limit has changed."""
+        self._pass_on(self._start_all())
+
+    def _pass_on(self, opens_in_s: float) -> None:
+        """Somebody who still waits has to look at the clock."""
+        if opens_in_s < math.inf and self._waiting:
+            self._waiting[0].called.set()
+
+    def _start_all(self) -> float:
+        """Seconds until it is worth asking again, inf when the end of another turn will tell."""
         soonest = math.inf
         if self._closed:
             return soonest

@@ -32,6 +32,10 @@ _SAMPLES = 200
 _ENOUGH_SAMPLES = 20
 _LEAST_HEDGE_S = 0.25
 _HEDGE_SHARE = 0.05
+# Ranks that waited a moment ago will wait again.
+_URGENT_S = 1.0
+_GAP_S = 0.02
+_PROGRESS_S = 0.1
 
 
 class _Latency:
@@ -54,6 +58,10 @@ class _Latency:
         return sorted(self.recent_s)[int(len(self.recent_s) * 0.95)]
 
 
+class Preempted(Exception):
+    """Broken off for something stronger; to be asked for again."""
+
+
 class Flow:
     """One source. Methods run on the daemon's event loop; its turns are given out by `tiers.budget.Gate`."""
 
@@ -66,8 +74,10 @@ class Flow:
         self.hedged = 0
         self._threshold = float(most)
         self._total = 0
-        # Demands and restores, on their way or in line.
-        self._urgent = 0
+        # Demands and restores in line or on their way; of what can wait, requests on their way.
+        self._urgent = self._patient = 0
+        self._urgent_until = self._patient_at = 0.0
+        self._preemptible: list[anyio.CancelScope] = []
         self._requests = 0
         self._paused_until = 0.0
         self._pause_s = 0.0
@@ -81,23 +91,56 @@ class Flow:
             return pause_s
         if self._total >= max(1, int(self.window)):
             return math.inf
-        if cls >= Class.DRAIN and self._urgent and self._total > self._urgent:
-            return math.inf
+        if cls >= Class.DRAIN and (pause_s := self._yields_s()):
+            return pause_s
         return self.rate.opens_in_s()
 
     def began(self, cls: Class, size_bytes: int) -> None:
         self._total += 1
         self._requests += 1
-        self._urgent += cls <= Class.RESTORE
         self.rate.take(size_bytes)
+        if cls <= Class.RESTORE:
+            self._urgent += 1
+        if cls >= Class.DRAIN:
+            self._patient += 1
+            self._patient_at = time.monotonic()
 
     def ended(self, cls: Class) -> None:
         self._total -= 1
-        self._urgent -= cls <= Class.RESTORE
+        self._patient -= cls >= Class.DRAIN
+        if cls <= Class.RESTORE:
+            self._urgent -= 1
+            self._urgent_until = time.monotonic() + _URGENT_S
 
     def waiting(self, cls: Class, change: int) -> None:
         if cls <= Class.RESTORE:
             self._urgent += change
+            if change > 0:
+                for scope in self._preemptible[1:]:
+                    scope.cancel()
+
+    async def preemptibly(self, call: Callable[[], Awaitable[T]]) -> T:
+        """For what can wait: when a rank comes to wait, all such requests but one are broken off.
+
+        Raises Preempted then.
+        """
+        with anyio.CancelScope() as scope:
+            self._preemptible.append(scope)
+            try:
+                return await call()
+            finally:
+                self._preemptible.remove(scope)
+        raise Preempted
+
+    def _yields_s(self) -> float:
+        """What can wait goes one by one while ranks wait for this source, in their gaps, but goes on."""
+        now = time.monotonic()
+        if not self._urgent and now >= self._urgent_until:
+            return 0.0
+        if self._patient:
+            return math.inf
+        gap_s = _GAP_S if self._urgent else self._urgent_until - _URGENT_S + _GAP_S - now
+        return max(0.0, min(gap_s, self._patient_at + _PROGRESS_S - now))
 
     # What requests tell
 

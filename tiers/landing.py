@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,14 +86,18 @@ class Landing(ABC):
 class FileLanding(Landing):
     """A file that has its final name only when it is whole."""
 
-    def __init__(self, final: Path, tenant: str = "") -> None:
+    def __init__(self, final: Path, tenant: str = "", clear: Sequence[Path] = ()) -> None:
+        """`clear` are files whose space this one is to have: removed first, where that may block."""
         self.final = final
+        self._clear = clear
         self._tenant = tenant
         self._temporary = temporary_beside(final)
         self._record: _Record | None = None
 
     def begin(self, info: ObjectInfo, range_bytes: int) -> list[int]:
         """Space is taken now, so that a full disk is an error before the transfer, not in it."""
+        remove_all(self._clear)
+        self._clear = ()
         self._size_bytes = info.size_bytes
         self.final.parent.mkdir(parents=True, exist_ok=True)
         if info.size_bytes > range_bytes:
@@ -134,6 +139,11 @@ class FileLanding(Landing):
                 self._record.remove()
         if self._record:
             self._record.close()
+
+
+def remove_all(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 class MemoryLanding(Landing):

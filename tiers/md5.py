@@ -169,5 +169,7 @@ def _alone(body: Buffer) -> str:
 
 
 def _together(bodies: list[memoryview]) -> list[str]:
+    if len(bodies) == 1:
+        return [_alone(bodies[0])]
     assert md5_many is not None
     return [digest.hex() for digest in md5_many(bodies)]

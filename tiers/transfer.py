@@ -8,6 +8,7 @@ and digests fit does the landing become visible; whatever else happens, nothing 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -29,7 +30,7 @@ from forebay.core.errors import (
 )
 from forebay.tiers.budget import Class, Gate, Ticket
 from forebay.tiers.digest import PrefixDigest, digest_bytes
-from forebay.tiers.flow import Flow
+from forebay.tiers.flow import Flow, Preempted
 from forebay.tiers.landing import Fetched, Landing
 from forebay.tiers.md5 import Md5Lanes, Md5Stream, md5_of
 from forebay.tiers.store import ObjectInfo, Store
@@ -131,16 +132,20 @@ class Transfers:
             async with self._gate.turn(flow, ticket, end - start) as turn:
 
                 async def read() -> memoryview:
-                    hedge = ticket.cls <= Class.LOOKAHEAD
-                    ask = flow.hedged_call if hedge else flow.observed
-                    body = await ask(lambda: store.read(info, start, end), end - start)
+                    call = partial(store.read, info, start, end)
+                    if ticket.cls <= Class.LOOKAHEAD:
+                        body = await flow.hedged_call(call, end - start)
+                    else:
+                        body = await flow.preemptibly(partial(flow.observed, call, end - start))
                     turn.leave_lane()
                     self._gate.dispatch()
                     return body
 
                 return await use(read)
 
-        return await retrying(once, self._policy.attempts)
+        while True:
+            with suppress(Preempted):
+                return await retrying(once, self._policy.attempts)
 
 
 def _land_all(
