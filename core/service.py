@@ -81,7 +81,11 @@ def notify(state: str) -> None:
     if not address:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+        try:
+            sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+        except OSError as err:
+            # Whoever started this is gone; that is no reason to go as well.
+            log.warning("nobody hears", state=state, error=str(err))
 
 
 def run(

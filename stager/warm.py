@@ -58,7 +58,8 @@ class WarmTier:
         self._mine: set[str] = set()
         self._resting_until: dict[Action, float] = {}
         self._said: set[Action] = set()
-        self._size_bytes = 0
+        self._size_bytes = self._published = 0
+        self._trimming = anyio.Lock()
         self._counted_at = -_COUNT_AGAIN_S
 
     async def fetch(self, shard: Shard, landing: Callable[[], Landing], ticket: Ticket) -> Fetched | None:
@@ -152,6 +153,7 @@ class WarmTier:
             await self._store.put_file(_key(shard.id), path, part_bytes=_PART_BYTES)
             await self._store.put(f"{_key(shard.id)}.digest", f"{fetched.digest}\n".encode())
             self._size_bytes += fetched.size_bytes
+            self._published += 1
 
         limit_s = self._settings.timeout_s + fetched.size_bytes / _SLOWEST_BPS
         await self._guarded("write", write, limit_s)
@@ -161,24 +163,29 @@ class WarmTier:
     async def _trim(self) -> None:
         """Keep below the capacity, by what was published longest ago."""
         capacity_bytes = self._settings.capacity
-        if not capacity_bytes:
-            return
-        now = time.monotonic()
-        if self._size_bytes <= capacity_bytes and now - self._counted_at < _COUNT_AGAIN_S:
-            return
+        async with self._trimming:
+            while capacity_bytes and (
+                self._size_bytes > capacity_bytes or time.monotonic() - self._counted_at > _COUNT_AGAIN_S
+            ):
+                published = self._published
+                await self._trim_to(capacity_bytes)
+                if published == self._published:
+                    return
+                # What came while it was counted may be missing from the count.
+                self._size_bytes = capacity_bytes + 1
+
+    async def _trim_to(self, capacity_bytes: int) -> None:
         found = [info async for info in self._store.list("objects/") if len(info.key) == _KEY_LENGTH]
-        self._counted_at = now
-        self._size_bytes = sum(info.size_bytes for info in found)
-        metrics.warm_bytes.set(self._size_bytes)
-        if self._size_bytes <= capacity_bytes:
-            return
-        found.sort(key=lambda info: info.changed_at)
-        for info in found:
-            if self._size_bytes <= capacity_bytes * _TRIM_TO:
-                return
-            await self._delete(info.key.rpartition("/")[2])
-            self._size_bytes -= info.size_bytes
-        log.info("warm tier trimmed", size=format_bytes(self._size_bytes))
+        size_bytes = sum(info.size_bytes for info in found)
+        if size_bytes > capacity_bytes:
+            for info in sorted(found, key=lambda info: info.changed_at):
+                if size_bytes <= capacity_bytes * _TRIM_TO:
+                    break
+                await self._delete(info.key.rpartition("/")[2])
+                size_bytes -= info.size_bytes
+            log.info("warm tier trimmed", size=format_bytes(size_bytes))
+        self._size_bytes, self._counted_at = size_bytes, time.monotonic()
+        metrics.warm_bytes.set(size_bytes)
 
     async def _delete(self, object_id: str) -> None:
         """First what vouches for it."""

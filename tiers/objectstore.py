@@ -107,6 +107,8 @@ class ObjectStore(Store):
             found = _info(reply.meta if etag else {**reply.meta, "e_tag": None})
             if etag and reply.meta["e_tag"] is None:
                 found = msgspec.structs.replace(found, version=etag)
+            if etag and found.version == info.version and found.size_bytes != info.size_bytes:
+                raise ShortBody(f"{self.url}/{info.key}: the server announced {found.size_bytes} bytes")
             if (found.version, found.size_bytes) != (info.version, info.size_bytes):
                 raise _changed(self.url, info, f"{found.version} of {found.size_bytes} bytes")
             body = memoryview(await reply.bytes_async())

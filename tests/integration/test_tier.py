@@ -1,0 +1,372 @@
+"""stagerd in full: jobs, pins, quotas, disks, warm tier with several nodes, restart, reload, drain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import obstore
+import pytest
+
+from forebay.benchmarks.daemons import start_daemon
+from forebay.benchmarks.seaweed import S3Server
+from forebay.core.channel import Channel, ask
+from forebay.core.errors import ForebayError, NotFound, TierFull
+from forebay.core.protocol import (
+    AddPin,
+    CancelJob,
+    DatasetReply,
+    Done,
+    DropPin,
+    Evict,
+    Evicted,
+    GetStatus,
+    JobReply,
+    ListPins,
+    PinReply,
+    Pins,
+    Register,
+    ReleaseShard,
+    RetryJob,
+    Selection,
+    Stage,
+    StagerStatus,
+    WaitJob,
+)
+from forebay.stager.manifest import Manifest
+from tests.conftest import Node, eventually, shard_bytes
+from tests.integration.test_stager import MakeDataset, read_shard, register, stage
+
+KB = 1000
+
+
+def staged(node: Node) -> list[Path]:
+    return [p for p in node.objects.rglob("*") if p.is_file() and len(p.name) == 32]
+
+
+def run_job(channel: Channel, request: Stage):
+    job = channel.request(request, expect=JobReply)[0].job
+    while job.state == "running":
+        job = channel.request(WaitJob(job.id, job.version, 20), expect=JobReply, timeout_s=60)[0].job
+    return job
+
+
+def test_a_job_stages_what_was_selected(node: Node, make_dataset: MakeDataset):
+    url = make_dataset([1] * 10, KB)
+    node.start()
+    with node.connect() as channel:
+        dataset = register(channel, url)
+        job = run_job(channel, Stage(dataset.id, Selection(glob="shard-00[2-4]*")))
+        assert (job.state, job.shards_total, job.shards_done) == ("done", 3, 3)
+        assert len(staged(node)) == 3
+        sample = run_job(channel, Stage(dataset.id, Selection(sample=0.5)))
+        assert (
+            sample.shards_total == 5 == run_job(channel, Stage(dataset.id, Selection(sample=0.5))).shards_done
+        )
+        keys = ["shard-009.tar", "shard-000.tar"]
+        assert run_job(channel, Stage(dataset.id, Selection(keys=keys))).shards_done == 2
+        with pytest.raises(NotFound, match="no shard 'nope'"):
+            channel.request(Stage(dataset.id, Selection(keys=["nope"])), expect=JobReply)
+        with pytest.raises(ForebayError, match="no warm tier"):
+            channel.request(Stage(dataset.id, tier="warm"), expect=JobReply)
+
+
+def test_a_cancelled_job_takes_nothing_from_others(node: Node, make_dataset: MakeDataset):
+    """Two jobs on the same shards: one is called off, the other is complete."""
+    url = make_dataset([20] * 30, 20 * KB)
+    node.start()
+    with node.connect() as channel:
+        dataset = register(channel, url)
+        first = channel.request(Stage(dataset.id, owner="a"), expect=JobReply)[0].job
+        second = channel.request(Stage(dataset.id, owner="b"), expect=JobReply)[0].job
+        cancelled = channel.request(CancelJob(first.id), expect=JobReply)[0].job
+        assert cancelled.state in ("cancelled", "done")
+        while second.state == "running":
+            second = channel.request(WaitJob(second.id, second.version, 20), expect=JobReply)[0].job
+        assert (second.state, second.shards_done, second.bytes_done) == ("done", 30, dataset.size_bytes)
+
+
+def test_a_failed_shard_is_listed_and_tried_again(
+    node: Node, make_dataset: MakeDataset, s3: S3Server, prefix: str
+):
+    """F29: partial is not done; counts add up; after the source is whole again a retry completes it."""
+    url = make_dataset([2] * 4, KB)
+    node.start()
+    with node.connect() as channel:
+        dataset = register(channel, url)
+        key = f"{prefix}/shard-002.tar"
+        body = obstore.get(s3.store(), key).bytes()
+        obstore.delete(s3.store(), key)
+        job = stage(channel, dataset)
+        assert (job.state, job.shards_done, list(job.failed)) == ("partial", 3, ["shard-002.tar"])
+        assert job.shards_done + len(job.failed) == job.shards_total
+        obstore.put(s3.store(), key, body, use_multipart=False)
+        job = channel.request(RetryJob(job.id), expect=JobReply)[0].job
+        while job.state == "running":
+            job = channel.request(WaitJob(job.id, job.version, 20), expect=JobReply)[0].job
+        assert (job.state, job.shards_done, job.failed) == ("done", 4, {})
+
+
+def test_what_is_pinned_stays_and_says_whose_it_is(node: Node, make_dataset: MakeDataset, s3: S3Server):
+    """Owner, restart, expiry; a job that cannot fit beside it is refused at once."""
+    url = make_dataset([3] * 6, 10 * KB)
+    node.set(FOREBAY_STAGER__CAPACITY="240KB")
+    node.start()
+    with node.connect() as channel:
+        dataset = register(channel, url)
+        chosen = Selection(keys=["shard-000.tar", "shard-001.tar"])
+        pin = channel.request(AddPin(dataset.id, "alice", chosen), expect=PinReply)[0].pin
+        assert run_job(channel, Stage(dataset.id, chosen)).state == "done"
+    node.kill()
+    node.start()
+    with node.connect() as channel:
+        assert [p.owner for p in channel.request(ListPins(), expect=Pins)[0].pins] == ["alice"]
+        for _ in range(2):
+            for shard in range(2, 6):
+                read_shard(channel, dataset, shard)
+                channel.request(ReleaseShard(dataset.id, shard), expect=Done)
+        before = node.stager().fetches
+        for shard in range(2):
+            read_shard(channel, dataset, shard)
+            channel.request(ReleaseShard(dataset.id, shard), expect=Done)
+        assert node.stager().fetches == before, "the pinned ones were never given up"
+        with pytest.raises(TierFull, match=r"are pinned: .* by alice"):
+            channel.request(Stage(dataset.id, Selection(glob="shard-00[2-5]*")), expect=JobReply)
+        gone = channel.request(Evict(dataset.id), expect=Evicted)[0]
+        assert gone.kept == 2
+        channel.request(DropPin(pin.id), expect=Done)
+        short = channel.request(AddPin(dataset.id, "bob", chosen, ttl_s=0.05), expect=PinReply)[0].pin
+        assert short.expires_at and eventually(
+            lambda: not channel.request(ListPins(), expect=Pins)[0].pins, 5
+        )
+
+
+def test_a_tenants_quota_holds(node: Node, make_dataset: MakeDataset):
+    url = make_dataset([3] * 6, 10 * KB)
+    node.set(FOREBAY_STAGER__QUOTAS='{"small": "90KB"}')
+    node.start()
+    with node.connect() as channel:
+        reply, fds = channel.request(Register(url, tenant="small"), expect=DatasetReply)
+        for fd in fds:
+            os.close(fd)
+        for shard in range(6):
+            read_shard(channel, reply.dataset, shard)
+            channel.request(ReleaseShard(reply.dataset.id, shard), expect=Done)
+            assert node.stager().held_bytes <= 90 * KB
+        assert node.stager().evictions == 4
+
+
+def test_a_lost_catalog_is_rebuilt_from_what_the_files_say(node: Node, make_dataset: MakeDataset):
+    """F26: deleted or damaged; nothing is fetched again, nothing wrong is served."""
+    url = make_dataset([5] * 6, 10 * KB)
+    node.start()
+    with node.connect() as channel:
+        assert stage(channel, register(channel, url)).state == "done"
+    node.kill()
+    catalog = node.settings.home / "stager/catalog.db"
+    for name in ("catalog.db-wal", "catalog.db-shm"):
+        catalog.with_name(name).unlink(missing_ok=True)
+    catalog.write_bytes(b"not a database" * 1000)
+    damaged = sorted(staged(node))[0]
+    body = bytearray(damaged.read_bytes())
+    body[5000] ^= 1
+    damaged.write_bytes(body)
+    node.start()
+    assert eventually(lambda: node.stager().shards == 6)
+    with node.connect() as channel:
+        dataset = register(channel, url)
+        for shard in range(6):
+            assert read_shard(channel, dataset, shard) == shard_bytes(shard, 5, 10 * KB)
+    assert node.stager().fetches == 1
+    assert len(list((node.settings.hot_dirs[0] / "forebay/quarantine").iterdir())) == 1
+
+
+def test_several_disks_are_one_tier_and_one_that_fails_is_gone_around(node: Node, make_dataset: MakeDataset):
+    """A real file system with another, read-only one in its place for a while."""
+    url = make_dataset([3] * 16, 10 * KB)
+    disks = [node.home / "d0", node.home / "d1"]
+    for disk in disks:
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+    try:
+        node.set(FOREBAY_STAGER__HOT_DIR=":".join(map(str, disks)), FOREBAY_STAGER__CAPACITY="6MB")
+        node.start()
+        with node.connect() as channel:
+            dataset = register(channel, url)
+            assert stage(channel, dataset).state == "done"
+            counts = [len([p for p in d.rglob("*") if len(p.name) == 32]) for d in disks]
+            assert min(counts) > 0 and sum(counts) == 16
+            channel.request(Evict(dataset.id), expect=Evicted)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(disks[0])], check=True)
+            for shard in range(16):
+                assert read_shard(channel, dataset, shard) == shard_bytes(shard, 3, 10 * KB)
+                channel.request(ReleaseShard(dataset.id, shard), expect=Done)
+            states = {d.folder: d.state for d in node.stager().disks}
+            assert states[str(disks[0])] in ("out", "probing") and states[str(disks[1])] == "healthy"
+            subprocess.run(["umount", str(disks[0])], check=True)
+            assert eventually(lambda: all(d.state == "healthy" for d in node.stager().disks), 20)
+    finally:
+        node.kill()
+        for disk in disks:
+            subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture
+def nodes(node: Node, s3: S3Server):
+    """Four stagerds that share one warm directory."""
+    warm, found = node.home / "warm", []
+    processes = []
+    for number in range(4):
+        env = {
+            "FOREBAY_HOME": str(node.home / f"n{number}"),
+            "FOREBAY_WARM__URL": str(warm),
+            "FOREBAY_WARM__STALE_S": "1",
+            "FOREBAY_WARM__HEARTBEAT_S": "0.2",
+        }
+        processes.append(start_daemon("stager", env, node.home / f"n{number}.log"))
+        found.append(node.home / f"n{number}/run/stager.sock")
+    yield warm, found, processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def stage_everywhere(sockets: list[Path], url: str) -> list:
+    jobs: list = [None] * len(sockets)
+
+    def one(number: int) -> None:
+        with Channel.connect(sockets[number], "test") as channel:
+            jobs[number] = stage(channel, register(channel, url))
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(len(sockets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return jobs
+
+
+def cold_bytes(sockets: list[Path]) -> int:
+    return sum(ask(s, GetStatus(), expect=StagerStatus).fetched_cold_bytes for s in sockets)
+
+
+def test_four_nodes_fetch_each_shard_from_cold_once(nodes, make_dataset: MakeDataset):
+    """S5 with a warm tier."""
+    _, sockets, _ = nodes
+    url = make_dataset([5] * 12, 10 * KB)
+    jobs = stage_everywhere(sockets, url)
+    assert all(job.state == "done" for job in jobs)
+    assert cold_bytes(sockets) == jobs[0].bytes_total
+
+
+def test_a_claim_of_a_dead_node_is_taken_over(nodes, make_dataset: MakeDataset):
+    """F24: the node that fetches for all is killed; the others go on without it."""
+    warm, sockets, processes = nodes
+    url = make_dataset([5] * 2, 10 * KB)
+    with Channel.connect(sockets[1], "test") as channel:
+        dataset = register(channel, url)
+        (path,) = (sockets[1].parents[1] / "stager/manifests").iterdir()
+        object_ids = [Manifest(path, url).shard(n).id for n in range(2)]
+        for object_id in object_ids:
+            claim = warm / "forebay/claims" / object_id[:2] / object_id
+            claim.parent.mkdir(parents=True, exist_ok=True)
+            claim.write_text("dead-node 1")
+        assert read_shard(channel, dataset, 0) == shard_bytes(0, 5, 10 * KB)
+    processes[0].kill()
+    jobs = stage_everywhere(sockets[1:], url)
+    assert all(job.state == "done" for job in jobs)
+
+
+def test_a_warm_tier_that_fails_is_a_miss_said_once(nodes, node: Node, make_dataset: MakeDataset):
+    """Read-only from the start: cold serves, one line of log for each action."""
+    warm, sockets, _ = nodes
+    warm.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,ro", "tmpfs", str(warm)], check=True)
+    try:
+        jobs = stage_everywhere(sockets[:1], make_dataset([2] * 20, KB))
+        assert jobs[0].state == "done"
+        said = (node.home / "n0.log").read_text().count("warm tier fails")
+        assert 1 <= said <= 4
+    finally:
+        subprocess.run(["umount", str(warm)], check=True)
+
+
+def test_the_warm_tier_is_kept_below_its_capacity(node: Node, make_dataset: MakeDataset):
+    warm = node.home / "warm"
+    node.set(FOREBAY_WARM__URL=str(warm), FOREBAY_WARM__CAPACITY="150KB")
+    url = make_dataset([3] * 10, 10 * KB)
+    node.start()
+    with node.connect() as channel:
+        assert stage(channel, register(channel, url)).state == "done"
+
+    def size() -> int:
+        objects = [p for p in (warm / "forebay/objects").rglob("*") if len(p.name) == 32]
+        return sum(p.stat().st_size for p in objects)
+
+    assert eventually(lambda: 0 < size() <= 150 * KB)
+
+
+def test_limits_are_reloaded_and_a_mistake_leaves_the_old_ones(node: Node):
+    config = node.home / "forebay.toml"
+    config.write_text('[stager]\ncapacity = "10MB"\n')
+    node.set(FOREBAY_CONFIG=str(config))
+    process, socket = node.start(), node.settings.stager_socket
+
+    def capacity_bytes() -> int:
+        return ask(socket, GetStatus(), expect=StagerStatus).capacity_bytes
+
+    assert capacity_bytes() == 10_000_000
+    config.write_text('[stager]\ncapacity = "20MB"\n')
+    process.send_signal(signal.SIGHUP)
+    assert eventually(lambda: capacity_bytes() == 20_000_000)
+    config.write_text("[stager]\nno_such_key = 1\n")
+    process.send_signal(signal.SIGHUP)
+    assert eventually(lambda: "not reloaded" in node.log("stager"))
+    assert capacity_bytes() == 20_000_000
+
+
+def test_sigterm_ends_within_the_bound_and_nothing_is_half_there(node: Node, make_dataset: MakeDataset):
+    url = make_dataset([60] * 30, 30 * KB)
+    node.start()
+    with node.connect() as channel:
+        dataset = register(channel, url)
+        channel.request(Stage(dataset.id), expect=JobReply)
+        began_at = time.monotonic()
+        node.stop("stager")
+        assert time.monotonic() - began_at < node.settings.stager.drain_s + 5
+    for path in staged(node):
+        assert path.stat().st_size == dataset.largest_bytes
+    node.start()
+    with node.connect() as channel:
+        assert stage(channel, dataset).state == "done"
+
+
+def test_names_of_all_kinds_coexist(node: Node, s3: S3Server, prefix: str):
+    """F31: same base name in two prefixes, `a` and `a/b`, spaces, unicode, 200 bytes."""
+    names = ["a", "b/a", "b/c/a", "x y", "ünï/çødé", "n" * 200, "p%2Fq", "q?r#s"]
+    for number, name in enumerate(names):
+        obstore.put(s3.store(), f"{prefix}/{name}", f"{number}".encode(), use_multipart=False)
+    node.start()
+    with node.connect() as channel:
+        dataset = register(channel, s3.url(prefix), "raw")
+        assert dataset.shards == len(names)
+        found = sorted(read_shard(channel, dataset, shard).decode() for shard in range(len(names)))
+        assert found == sorted(str(number) for number in range(len(names)))
+
+
+def test_the_catalog_is_not_read_at_start(node: Node):
+    """F26 in small (the bench has two millions): its totals are, and they are right."""
+    node.start()
+    node.kill()
+    disk = str(node.settings.hot_dirs[0])
+    with sqlite3.connect(node.settings.home / "stager/catalog.db") as db:
+        rows = ((f"{n:032x}", disk, "", 1, 4096, "", "", 0.0, 0.0) for n in range(20_000))
+        db.executemany("INSERT INTO objects VALUES (?,?,?,?,?,?,?,?,?)", rows)
+    db.close()
+    node.start()
+    assert (node.stager().shards, node.stager().held_bytes) == (20_000, 20_000 * 4096)
