@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import stat
 import sys
 import time
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
-import msgspec
 import structlog
 from anyio import to_thread
 
@@ -33,8 +31,8 @@ from forebay.stager.evictor import Evictor
 from forebay.stager.health import Health, probe
 from forebay.stager.manifest import Shard
 from forebay.tiers.digest import digest_fd
-from forebay.tiers.filesystem import OWN_TEMPORARY, TEMPORARY, temporary_beside
-from forebay.tiers.landing import PARTIAL, RECORD, XATTR, Fetched, FileLanding, Note, remove_all
+from forebay.tiers.filesystem import temporary_beside
+from forebay.tiers.landing import PARTIAL, RECORD, Fetched, FileLanding, remove_all
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -123,6 +121,13 @@ class HotDisk:
         self._doomed_bytes -= sum(doomed.values())
         return list(doomed)
 
+    def _lingering_bytes(self) -> int:
+        """Of what was evicted and is still there, more than those it was evicted for will take."""
+        return sum(
+            max(0, sum(doomed.values()) - self._reserved.get(reserved_for, 0))
+            for reserved_for, doomed in self._doomed.items()
+        )
+
     async def clear(self, reserved_for: str = _NOBODY) -> None:
         """Remove what was evicted, and for whom no fetch will do it."""
         if doomed := self._take_doomed(reserved_for):
@@ -134,7 +139,7 @@ class HotDisk:
         A file from another boot of the machine was perhaps never flushed: verified on first use (S3).
         """
         if (known := self._opened.get(held.id)) is not None:
-            return os.dup(known)
+            return _opened_again(known)
         path = self.path(held.id)
         try:
             fd = await self._within_limit(lambda: _open_sound(path, held, self._boot))
@@ -203,7 +208,11 @@ class HotDisk:
             )
         kept_bytes = self._partial.pop(shard.id, 0)
         short_bytes = max(
-            self.held_bytes + self.reserved_bytes + need_bytes - self.capacity_bytes,
+            self.held_bytes
+            + self.reserved_bytes
+            + self._lingering_bytes()
+            + need_bytes
+            - self.capacity_bytes,
             need_bytes - kept_bytes - self._free_on_disk(),
         )
         short_bytes -= self._drop_partials(short_bytes)
@@ -232,7 +241,7 @@ class HotDisk:
         self._reserved.pop(shard.id, None)
         if shard.id in self._doomed:
             remove_all(self._take_doomed(shard.id))
-        kept_bytes = _blocks(self.path(shard.id).with_name(f"{PARTIAL}{shard.id}"))
+        kept_bytes = blocks_bytes(self.path(shard.id).with_name(f"{PARTIAL}{shard.id}"))
         if kept_bytes:
             self._partial[shard.id] = kept_bytes
 
@@ -318,6 +327,16 @@ class HotDisk:
             freed += kept_bytes
         return freed
 
+    def found_partial(self, object_id: str, kept_bytes: int) -> None:
+        """A fetch of an earlier life that may go on: its space counts until somebody needs it."""
+        self._partial[object_id] = kept_bytes
+
+    def adopt(self, held: Held) -> None:
+        """A staged file that the catalog had lost."""
+        self._catalog.put(held)
+        self.held_bytes += held.blocks_bytes
+        self.evictor.came(held.id)
+
     # Failing and coming back
 
     def failed(self, err: OSError) -> None:
@@ -347,59 +366,6 @@ class HotDisk:
             raise OSError(errno.ENODEV, "another file system is in its place")
         probe(self.root)
 
-    # After a crash
-
-    async def sweep(self) -> None:
-        """Take stock of what a dead daemon left: temporaries go, files that the catalog lost come back.
-
-        Only regular files with names that stagerd gives, below its own directory. Damaged or unknown
-        ones are dropped one by one; nothing here holds up the serving.
-        """
-        for folder in await to_thread.run_sync(_children, self.root):
-            if folder.is_symlink() or not folder.is_dir():
-                continue
-            for path in await to_thread.run_sync(_children, folder):
-                if stat.S_ISREG(path.lstat().st_mode):
-                    await self._settle(path)
-
-    async def _settle(self, path: Path) -> None:
-        name = path.name
-        if name.startswith(TEMPORARY):
-            if not name.startswith(OWN_TEMPORARY):
-                _remove(path)
-        elif name.startswith(PARTIAL):
-            object_id = name.removeprefix(PARTIAL).removesuffix(RECORD)
-            if not _OBJECT_NAME.fullmatch(object_id) or object_id in self._reserved:
-                return
-            if self._catalog.get(object_id):
-                _remove(path)
-            elif not name.endswith(RECORD):
-                self._partial[object_id] = _blocks(path)
-        elif _OBJECT_NAME.fullmatch(name) and name not in self._reserved and not self._catalog.get(name):
-            held = await to_thread.run_sync(self._adopted, path)
-            if held is None:
-                _remove(path)
-            elif not self._catalog.get(name) and name not in self._reserved:
-                self._catalog.put(held)
-                self.held_bytes += held.blocks_bytes
-                self.evictor.came(held.id)
-                log.info("found again", object=name)
-
-    def _adopted(self, path: Path) -> Held | None:
-        """What a file says of itself, if that is true."""
-        try:
-            note = msgspec.msgpack.decode(os.getxattr(path, XATTR, follow_symlinks=False), type=Note)
-            found = path.lstat()
-            if found.st_size != note.size_bytes:
-                return None
-        except (OSError, msgspec.DecodeError):
-            return None
-        # Of no boot: its bytes are compared before it is used.
-        return Held(
-            path.name, self.name, note.tenant, note.size_bytes, found.st_blocks * 512, note.digest,
-            "", found.st_mtime, 0.0,
-        )  # fmt: skip
-
 
 def _open_sound(path: Path, held: Held, boot: str) -> int | None:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -417,27 +383,13 @@ def _open_sound(path: Path, held: Held, boot: str) -> int | None:
     return fd
 
 
-def _remove(path: Path) -> None:
-    """Aside first, so that a name in use later is never the one being removed."""
-    aside = path.with_name(f"{TEMPORARY}swept-{secrets.token_hex(6)}")
-    try:
-        path.rename(aside)
-        aside.unlink()
-    except OSError as err:
-        log.warning("could not sweep", path=str(path), error=str(err))
-        return
-    log.info("swept", path=str(path))
+def _opened_again(fd: int) -> int:
+    """With an offset of its own, which a duplicate would share with all who have it."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _blocks(path: Path) -> int:
+def blocks_bytes(path: Path) -> int:
     try:
         return path.lstat().st_blocks * 512
     except OSError:
         return 0
-
-
-def _children(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []

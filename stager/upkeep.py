@@ -8,6 +8,7 @@ from forebay.stager.catalog import Catalog
 from forebay.stager.disk import HotDisk
 from forebay.stager.hot import HotTier
 from forebay.stager.scheduler import Scheduler
+from forebay.stager.sweep import sweep
 
 _FLUSH_S = 5.0
 
@@ -25,7 +26,7 @@ class Upkeep:
             tasks.start_soon(self._now_and_then)
 
     async def _disk(self, disk: HotDisk) -> None:
-        await disk.sweep()
+        await sweep(disk, self._catalog)
         self._scheduler.poke()
         while True:
             await disk.health.went_out()
