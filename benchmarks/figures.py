@@ -11,7 +11,9 @@ from forebay.benchmarks.report import Report
 _COMMANDS = {
     "checkpoint": "Blocked time of a save, beside one plain copy of the same bytes and `dcp.async_save`.",
     "loader": "Samples per second, hot and undecoded, beside webdataset on the same files.",
-    "staging": "Cold to hot through stagerd with every MD5 checked, beside `s5cmd cp` of the same objects.",
+    "staging": "Cold to hot through stagerd, every MD5 checked, beside other clients on the same objects.",
+    "eviction": "Hit ratios of stagerd's own evictor beside other policies and the optimum, same traces.",
+    "stager": "Scale, hand-over of descriptors, demands beside a stage job, bytes from cold for four nodes.",
 }
 
 
@@ -39,6 +41,11 @@ def _section(report: Report, file: Path) -> str:
     for case in report.cases:
         lines += [f"**{case.case}.** {case.note}\n", "| figure | value |", "|---|---|"]
         lines += [f"| `{key}` | {_number(value)} |" for key, value in case.figures.items()]
+        lines += [
+            f"| {name}: `{key}` | {_number(value)} |"
+            for name, peer in case.peers.items()
+            for key, value in peer.items()
+        ]
         lines.append("")
     return "\n".join(lines)
 

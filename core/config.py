@@ -94,14 +94,12 @@ class TransferSettings(_Section):
     inflight_bytes: Size = Field(_size("512MiB"), description="bytes in memory at once, all fetches together")
     attempts: int = Field(4, ge=1, description="tries per request")
     attempt_timeout_s: float = Field(30.0, gt=0, description="limit of one request")
-    cached_bytes: Size = Field(_size("4GiB"), description="page cache that stage jobs may fill")
 
 
 class NetworkSettings(_Section):
     """What all transfers of the node share."""
 
     rate: Size = Field(0, description="bytes per second, in and out together; 0: no limit")
-    drain_rate: Size = Field(0, description="same for checkpointd while stagerd is away; 0: no limit")
 
 
 class SourceSettings(_Section):

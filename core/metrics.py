@@ -40,9 +40,6 @@ transfer_hedges = Counter("forebay_transfer_hedges", "Second requests past the p
 transfer_throttled = Counter(
     "forebay_transfer_throttled", "Requests that the source refused or left unanswered", registry=STAGER
 )
-transfer_window = Gauge(
-    "forebay_transfer_window_count", "Requests that a source may have at once", ["source"], registry=STAGER
-)
 
 checkpoint_seconds = Histogram(
     "forebay_checkpoint_seconds",
