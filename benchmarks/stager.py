@@ -16,6 +16,7 @@ import numpy as np
 import obstore
 
 from forebay.benchmarks.daemons import running_daemon
+from forebay.benchmarks.jobs import register, run_job
 from forebay.benchmarks.listing import listing_server
 from forebay.benchmarks.report import Case, Report
 from forebay.benchmarks.seaweed import S3Server, running_server
@@ -25,19 +26,17 @@ from forebay.core.config import Settings
 from forebay.core.journal import Journal
 from forebay.core.protocol import (
     Dataset,
-    DatasetReply,
     Done,
     Evict,
     Evicted,
     GetStatus,
-    JobReply,
     NeedShard,
     Register,
     ReleaseShard,
     ShardReady,
     Stage,
+    StageJob,
     StagerStatus,
-    WaitJob,
 )
 from forebay.stager.catalog import Catalog
 from forebay.stager.manifest import Manifest
@@ -139,13 +138,13 @@ def _demand(server: S3Server, home: Path, seed: int) -> Case:
     _upload(server, "bulk", 128, 4 * _MIB, seed)
     with environment(FOREBAY_HOME=str(home)), running_daemon("stager", {}):
         dataset, bulk = _register(server.url("demand")), _register(server.url("bulk"))
-        ended = threading.Event()
+        moving, ended = threading.Event(), threading.Event()
         rounds: list[int] = []
         with Channel.connect(Settings.load().stager_socket, "bench") as channel:
             alone = [_timed_need(channel, dataset, number) for number in range(_DEMANDS)]
-            worker = threading.Thread(target=_stage_for_ever, args=(bulk, ended, rounds))
+            worker = threading.Thread(target=_stage_for_ever, args=(bulk, moving, ended, rounds))
             worker.start()
-            time.sleep(1.0)
+            moving.wait()
             beside = [_timed_need(channel, dataset, _DEMANDS + number) for number in range(_DEMANDS)]
             ended.set()
             worker.join()
@@ -161,18 +160,20 @@ def _demand(server: S3Server, home: Path, seed: int) -> Case:
     return Case("demands of 1 MiB beside a stage job of 128 x 4 MiB, over and over", figures)
 
 
-def _stage_for_ever(bulk: Dataset, ended: threading.Event, rounds: list[int]) -> None:
+def _stage_for_ever(
+    bulk: Dataset, moving: threading.Event, ended: threading.Event, rounds: list[int]
+) -> None:
+    def stop(job: StageJob) -> bool:
+        if job.shards_done:
+            moving.set()
+        return ended.is_set()
+
     with Channel.connect(Settings.load().stager_socket, "bench") as channel:
         while not ended.is_set():
-            _stage(channel, bulk, ended)
+            run_job(channel, Stage(bulk.id), stop)
+            moving.set()
             channel.request(Evict(bulk.id), expect=Evicted)
             rounds.append(1)
-
-
-def _stage(channel: Channel, dataset: Dataset, ended: threading.Event | None = None) -> None:
-    job = channel.request(Stage(dataset.id), expect=JobReply)[0].job
-    while job.state == "running" and not (ended and ended.is_set()):
-        job = channel.request(WaitJob(job.id, job.version, 5.0), expect=JobReply, timeout_s=90)[0].job
 
 
 def _amplification(server: S3Server, home: Path, seed: int) -> Case:
@@ -223,25 +224,19 @@ def _joined(processes: list[multiprocessing.Process]) -> None:
 
 def _stage_whole(url: str, socket: Path) -> None:
     with Channel.connect(socket, "bench") as channel:
-        _stage(channel, _register_on(channel, url))
+        run_job(channel, Stage(register(channel, Register(url, "raw")).id))
 
 
 def _read_whole(url: str, socket: Path) -> None:
     with Channel.connect(socket, "bench") as channel:
-        dataset = _register_on(channel, url)
+        dataset = register(channel, Register(url, "raw"))
         for number in range(dataset.shards):
             _need(channel, dataset, number)
 
 
 def _register(url: str) -> Dataset:
     with Channel.connect(Settings.load().stager_socket, "bench") as channel:
-        return _register_on(channel, url)
-
-
-def _register_on(channel: Channel, url: str) -> Dataset:
-    reply, fds = channel.request(Register(url, "raw"), expect=DatasetReply, timeout_s=600)
-    close_all(fds)
-    return reply.dataset
+        return register(channel, Register(url, "raw"))
 
 
 def _need(channel: Channel, dataset: Dataset, number: int) -> None:

@@ -15,14 +15,15 @@ from pathlib import Path
 import obstore
 
 from forebay.benchmarks.daemons import running_daemon
+from forebay.benchmarks.jobs import register, run_job
 from forebay.benchmarks.peers.staging import PEERS, Took, measure
 from forebay.benchmarks.report import Case, Report
 from forebay.benchmarks.seaweed import S3Server, running_server
 from forebay.benchmarks.settings import environment
-from forebay.core.channel import Channel, close_all
+from forebay.core.channel import Channel
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError
-from forebay.core.protocol import DatasetReply, JobReply, Register, Stage, WaitJob
+from forebay.core.protocol import Register, Stage
 
 _ROUNDS = 5
 # Those far behind are run less often: their median matters less than everybody's patience.
@@ -137,11 +138,7 @@ def _fill(server: S3Server, prefix: str, load: Load, seed: int) -> None:
 def _stage(url: str, objects: int) -> None:
     """From nothing known to everything staged: listing and job included."""
     with Channel.connect(Settings.load().stager_socket, "bench") as channel:
-        reply, fds = channel.request(Register(url, "raw"), expect=DatasetReply)
-        close_all(fds)
-        job = channel.request(Stage(reply.dataset.id), expect=JobReply)[0].job
-        while job.state == "running":
-            job = channel.request(WaitJob(job.id, job.version, 60.0), expect=JobReply, timeout_s=90)[0].job
+        job = run_job(channel, Stage(register(channel, Register(url, "raw")).id))
     if job.state != "done" or job.shards_done != objects:
         raise ForebayError(f"{job.shards_done} of {objects} objects were staged: {job.failed}")
 

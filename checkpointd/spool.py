@@ -112,7 +112,7 @@ _OURS = re.compile(rf"(rank-\d{{5}}\.(safetensors|manifest\.json)(\.damaged)?|{r
 
 def _copy(source: int, target: int, size_bytes: int) -> str:
     """Arena to file, digested on the way; the length is fixed and sealed, so the map is safe."""
-    digest = StreamDigest(with_md5=False)
+    digest = StreamDigest()
     with (
         mmap.mmap(source, DATA_OFFSET + size_bytes, prot=mmap.PROT_READ) as arena,
         memoryview(arena) as view,

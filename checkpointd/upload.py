@@ -71,7 +71,7 @@ async def _verify(store: Store, put: ObjectInfo, local: Path, record: FileRecord
 
 async def read_digest(store: Store, info: ObjectInfo) -> str:
     """xxh3-128 of an object, read in ranges."""
-    digest = StreamDigest(with_md5=False)
+    digest = StreamDigest()
     for start in range(0, info.size_bytes, _READ_BACK_BYTES):
         end = min(start + _READ_BACK_BYTES, info.size_bytes)
         digest.update(await store.read(info, start, end))

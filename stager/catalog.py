@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import msgspec
 
@@ -50,11 +50,9 @@ class Catalog:
     def __contains__(self, object_id: str) -> bool:
         return self._journal.row("SELECT 1 FROM objects WHERE id=?", object_id) is not None
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[object]:
         """One transaction for all that is put or dropped in this block; no waiting in it."""
-        with self._journal.transact():
-            yield
+        return self._journal.transact()
 
     def put(self, held: Held) -> None:
         """Replaces an entry as delete and insert, so that the totals follow."""

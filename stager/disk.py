@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import sys
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
+import numpy as np
+import numpy.typing as npt
 import structlog
 from anyio import to_thread
 
@@ -32,12 +33,11 @@ from forebay.stager.health import Health, probe
 from forebay.stager.manifest import Shard
 from forebay.tiers.digest import digest_fd
 from forebay.tiers.filesystem import temporary_beside
-from forebay.tiers.landing import PARTIAL, RECORD, Fetched, FileLanding, remove_all
+from forebay.tiers.landing import PARTIAL, RECORD, Fetched, FileLanding, opened_again, remove_all
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
-_OBJECT_NAME = re.compile(r"[0-9a-f]{32}")
 # What a file may take beyond its length: it is counted in blocks (S4).
 _BLOCK_BYTES = 4096
 _QUARANTINED = 16
@@ -57,7 +57,11 @@ _DISK_ERRORS = (
 )
 
 
-def allocated(size_bytes: int) -> int:
+Sizes = TypeVar("Sizes", int, npt.NDArray[np.int64])
+
+
+def allocated(size_bytes: Sizes) -> Sizes:
+    """What one file, or each of many, takes on a disk."""
     return -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
@@ -85,7 +89,6 @@ class HotDisk:
         self._partial: dict[str, int] = {}
         self._opened: dict[str, int] = {}
         self._doomed: dict[str, dict[Path, int]] = {}
-        self._doomed_bytes = 0
         self.held_bytes = catalog.totals(self.name).blocks_bytes
         self.evictions = 0
         self._device = -1
@@ -117,9 +120,7 @@ class HotDisk:
         return FileLanding(self.path(shard.id), tenant, self._take_doomed(shard.id))
 
     def _take_doomed(self, reserved_for: str) -> list[Path]:
-        doomed = self._doomed.pop(reserved_for, {})
-        self._doomed_bytes -= sum(doomed.values())
-        return list(doomed)
+        return list(self._doomed.pop(reserved_for, {}))
 
     def _lingering_bytes(self) -> int:
         """Of what was evicted and is still there, more than those it was evicted for will take."""
@@ -139,7 +140,7 @@ class HotDisk:
         A file from another boot of the machine was perhaps never flushed: verified on first use (S3).
         """
         if (known := self._opened.get(held.id)) is not None:
-            return _opened_again(known)
+            return opened_again(known)
         path = self.path(held.id)
         try:
             fd = await self._within_limit(lambda: _open_sound(path, held, self._boot))
@@ -265,7 +266,6 @@ class HotDisk:
         try:
             self.path(held.id).rename(aside)
             self._doomed.setdefault(reserved_for, {})[aside] = held.blocks_bytes
-            self._doomed_bytes += held.blocks_bytes
         except OSError as err:
             self.failed(err)
         self.forget(held)
@@ -315,7 +315,8 @@ class HotDisk:
         if disk.f_files and disk.f_favail < self._settings.reserve_inodes:
             return 0
         # Reserved files are allocated as soon as their fetch begins, perhaps not yet: count them fully.
-        free_bytes = disk.f_bavail * disk.f_frsize + self._doomed_bytes
+        leaving_bytes = sum(size for doomed in self._doomed.values() for size in doomed.values())
+        free_bytes = disk.f_bavail * disk.f_frsize + leaving_bytes
         return free_bytes - self._settings.reserve - sum(self._reserved.values())
 
     def _drop_partials(self, need_bytes: int) -> int:
@@ -381,11 +382,6 @@ def _open_sound(path: Path, held: Held, boot: str) -> int | None:
         os.close(fd)
         return None
     return fd
-
-
-def _opened_again(fd: int) -> int:
-    """With an offset of its own, which a duplicate would share with all who have it."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def blocks_bytes(path: Path) -> int:

@@ -86,8 +86,7 @@ class Evictor:
             if self._entries.get(object_id) is not entry:
                 continue
             del self._entries[object_id]
-            ranked = self._catalog.get(object_id)
-            if ranked is None or ranked.disk != self._disk or self._pinned(object_id):
+            if (ranked := self._evictable(object_id)) is None:
                 continue
             distance = self._plans.next_use_bytes(object_id)
             if distance < -negative:
@@ -95,10 +94,14 @@ class Evictor:
             else:
                 yield distance, ranked
 
+    def _evictable(self, object_id: str) -> Held | None:
+        """As the catalog has it now; None when it is gone, elsewhere or pinned."""
+        held = self._catalog.get(object_id)
+        return held if held and held.disk == self._disk and not self._pinned(object_id) else None
+
     def _unplanned(self) -> Iterator[Held]:
         for listed in self._outside:
-            held = self._catalog.get(listed.id)
-            if held is None or held.disk != self._disk or self._pinned(held.id):
+            if (held := self._evictable(listed.id)) is None:
                 continue
             if held.used_at > listed.used_at:
                 self._later[held.id] = None
@@ -106,8 +109,7 @@ class Evictor:
                 yield held
         for object_id in list(self._later):
             del self._later[object_id]
-            late = self._catalog.get(object_id)
-            if late is None or late.disk != self._disk or self._pinned(late.id):
+            if (late := self._evictable(object_id)) is None:
                 continue
             distance = self._plans.next_use_bytes(late.id)
             if distance == NEVER:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import xxhash
@@ -25,7 +24,7 @@ from forebay.stager.evictor import Evictor
 from forebay.stager.manifest import Shard
 from forebay.stager.pins import Pins
 from forebay.stager.plan import PlanBook
-from forebay.tiers.landing import Fetched, Landing, MemoryLanding
+from forebay.tiers.landing import Fetched, Landing, MemoryLanding, opened_again
 
 
 class HotTier:
@@ -116,7 +115,7 @@ class HotTier:
         """A descriptor and a digest, or None: it has to be fetched."""
         if fetched := self._memory.get(object_id):
             assert fetched.fd is not None
-            return os.open(f"/proc/self/fd/{fetched.fd}", os.O_RDONLY | os.O_CLOEXEC), fetched.digest
+            return opened_again(fetched.fd), fetched.digest
         if found := self._held(object_id):
             disk, held = found
             fd = await disk.open(held)
@@ -182,9 +181,7 @@ class HotTier:
 
     def _disk_for(self, object_id: str) -> HotDisk | None:
         working = [disk for disk in self.disks if disk.health.usable]
-        return max(
-            working, key=lambda d: xxhash.xxh3_64_intdigest(f"{d.name}\0{object_id}".encode()), default=None
-        )
+        return max(working, key=lambda disk: _weight(disk.name, object_id), default=None)
 
     def _over_quota(self, shard: Shard, tenant: str) -> int:
         quota_bytes = self._settings.quotas.get(tenant)
@@ -210,11 +207,9 @@ class HotTier:
             if isinstance(err, OSError):
                 disk.failed(err)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[object]:
         """What is kept in this block is written down at once."""
-        with self._catalog.together():
-            yield
+        return self._catalog.together()
 
     def keep(self, shard: Shard, fetched: Fetched, tenant: str) -> None:
         self._promised_bytes.pop(shard.id, None)
@@ -225,10 +220,6 @@ class HotTier:
             if shard.id not in self._leases:
                 self._drop_memory(shard.id)
         metrics.stager_hot_bytes.set(self.held_bytes)
-
-    def quarantine(self, object_id: str) -> None:
-        if found := self._held(object_id):
-            found[0].quarantine(found[1])
 
     def evict(self, object_id: str) -> bool:
         """On request; False for what is in use or pinned."""

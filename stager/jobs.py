@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from contextlib import suppress
 
 import anyio
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import structlog
 from anyio.abc import TaskGroup
 
-from forebay.core.errors import ForebayError, InvalidRequest, TierFull, WorkingSetTooLarge
+from forebay.core.errors import ForebayError, InvalidRequest, NotFound, TierFull, WorkingSetTooLarge
 from forebay.core.protocol import Dataset, Stage, StageJob
 from forebay.core.units import format_bytes
 from forebay.stager.bulk import BulkStream
@@ -27,8 +27,6 @@ from forebay.stager.registry import Registry
 from forebay.stager.scheduler import Scheduler
 from forebay.stager.selection import select
 from forebay.tiers.budget import Class
-
-log = structlog.get_logger()
 
 _SHARDS_AT_ONCE = 32
 # How often a waiting client hears of progress.
@@ -104,8 +102,8 @@ class StageJobs:
         return job
 
     def _check_fits(self, dataset: Dataset, manifest: Manifest, numbers: npt.NDArray[np.int64]) -> None:
-        blocks = -(-manifest.sizes_bytes[numbers] // allocated(1)) * allocated(1)
-        need_bytes, capacity_bytes = int(blocks.sum()), self._hot.capacity_bytes
+        need_bytes = int(allocated(manifest.sizes_bytes[numbers]).sum())
+        capacity_bytes = self._hot.capacity_bytes
         if need_bytes > capacity_bytes:
             raise WorkingSetTooLarge(
                 f"{dataset.name} takes {format_bytes(need_bytes)}, "
@@ -192,7 +190,9 @@ class StageJobs:
         if board.cancelled or not board.scope.cancelled_caught:
             self._book.put(board.finish())
             if board.cancelled and board.job.pin:
-                self._pins.drop_quietly(board.job.pin)
+                # It may have ended by itself.
+                with suppress(NotFound):
+                    self._pins.drop(board.job.pin)
         del self._running[board.job.id]
         board.wake()
 

@@ -58,11 +58,6 @@ class Pins:
             raise NotFound(f"there is no pin {pin_id!r}", hint="`forebay pin --list` shows them")
         self._forget(pin_id)
 
-    def drop_quietly(self, pin_id: str) -> None:
-        """It may have ended by itself."""
-        if pin_id in self._live:
-            self._forget(pin_id)
-
     def bytes_besides(self, dataset_id: str, numbers: npt.NDArray[np.int64]) -> int:
         """What pins hold that is not among these shards."""
         self._expire()

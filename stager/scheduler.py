@@ -182,18 +182,19 @@ class Scheduler:
     def _choose(self) -> list[_Want]:
         """What to fetch next, with room reserved for it: one shard, or several small ones of a stream."""
         full = self._busy >= self._settings.stager.concurrency
-        for want in self._waiting():
-            cls = want.ticket.cls
-            if full and cls > Class.RESTORE:
-                return []
-            if cls > Class.LOOKAHEAD and (ahead := self._next_ahead()):
-                return [ahead]
-            if self._admitted(want):
+        waiting = self._waiting()
+        strongest = Class.RESTORE if full else Class.LOOKAHEAD
+        for want in waiting:
+            if want.ticket.cls <= strongest and self._admitted(want):
                 return [want]
         if full:
             return []
-        ahead = self._next_ahead()
-        return [ahead] if ahead else self._next_of_streams()
+        if ahead := self._next_ahead():
+            return [ahead]
+        for want in waiting:
+            if want.ticket.cls > strongest and self._admitted(want):
+                return [want]
+        return self._next_of_streams()
 
     def _waiting(self) -> list[_Want]:
         waiting = [want for want in self._wants.values() if not want.fetching]
@@ -243,20 +244,15 @@ class Scheduler:
         """From the job that has had least for its priority, or whose deadline is near."""
         for stream in sorted(self._streams, key=lambda stream: stream.rank()):
             wants: list[_Want] = []
-            while stream.head and len(wants) < _SMALL_AT_ONCE:
-                want = self._from(stream)
-                if want is None:
-                    break
+            while len(wants) < _SMALL_AT_ONCE and (want := self._from(stream, only_small=bool(wants))):
                 wants.append(want)
-                if not (small := want.shard.size_bytes <= _SMALL_BYTES) or self._sources.warm:
-                    break
-                if not stream.head or (stream.head.size_bytes > _SMALL_BYTES) == small:
+                if want.shard.size_bytes > _SMALL_BYTES or self._sources.warm:
                     break
             if wants:
                 return wants
         return []
 
-    def _from(self, stream: BulkStream) -> _Want | None:
+    def _from(self, stream: BulkStream, *, only_small: bool) -> _Want | None:
         """A want for the first shard of the stream that is not there yet; None when there is no room."""
         while shard := stream.head:
             if shard.id in self._hot:
@@ -266,6 +262,8 @@ class Scheduler:
                 known.streams.append(stream)
                 stream.take()
                 continue
+            if only_small and shard.size_bytes > _SMALL_BYTES:
+                return None
             cls, rank = stream.rank()
             try:
                 distance = self._plans.next_use_bytes(shard.id)

@@ -228,11 +228,13 @@ class Session:
         return ShardReady(shard.size_bytes, digest, len(fds) > 1), fds
 
     async def _opened(self, shard: Shard, tenant: str) -> tuple[int, str]:
-        (metrics.stager_hits if shard.id in self._stager.hot else metrics.stager_misses).inc()
         began_at = time.monotonic()
         try:
-            for _ in range(_OPEN_TRIES):
-                if found := await self._stager.hot.open(shard.id):
+            for attempt in range(_OPEN_TRIES):
+                found = await self._stager.hot.open(shard.id)
+                if attempt == 0:
+                    (metrics.stager_hits if found else metrics.stager_misses).inc()
+                if found:
                     return found
                 await self._stager.scheduler.demand(shard, tenant)
         finally:

@@ -166,6 +166,11 @@ class Gate:
             if turn in self._waiting:
                 self._waiting.remove(turn)
 
+    def answered(self, turn: Turn) -> None:
+        """Its source has answered: another may ask there, while these bytes are still in memory."""
+        turn.leave_lane()
+        self.dispatch()
+
     def dispatch(self) -> None:
         """Start what may start: a turn has ended, a ticket was raised, a limit has changed."""
         self._pass_on(self._start_all())

@@ -22,26 +22,19 @@ _STEP_BYTES = 4 << 20
 
 
 class StreamDigest:
-    """Digests of a stream, fed in order; `md5` is computed only when asked for."""
+    """xxh3-128 of a stream, fed in order."""
 
-    def __init__(self, *, with_md5: bool) -> None:
+    def __init__(self) -> None:
         self._xxh3 = xxhash.xxh3_128()
-        self._md5 = hashlib.md5(usedforsecurity=False) if with_md5 else None
         self.size_bytes = 0
 
     def update(self, data: Buffer) -> None:
         self._xxh3.update(data)
-        if self._md5:
-            self._md5.update(data)
         self.size_bytes += len(data)
 
     @property
     def xxh3(self) -> str:
         return self._xxh3.hexdigest()
-
-    @property
-    def md5(self) -> str | None:
-        return self._md5.hexdigest() if self._md5 else None
 
 
 class PrefixDigest:

@@ -78,9 +78,11 @@ class Landing(ABC):
     def publish(self, digest: str) -> Fetched:
         """Whole and verified: make it visible."""
 
-    @abstractmethod
     def close(self, *, keep: bool) -> None:
         """Give back what was not published; with `keep` a later try may go on from it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class FileLanding(Landing):
@@ -130,15 +132,18 @@ class FileLanding(Landing):
         return Fetched(self._size_bytes, stat.st_blocks * 512, digest, path=self.final)
 
     def close(self, *, keep: bool) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        super().close(keep=keep)
         if not (keep and self._record):
             self._temporary.unlink(missing_ok=True)
             if self._record:
                 self._record.remove()
         if self._record:
             self._record.close()
+
+
+def opened_again(fd: int) -> int:
+    """For reading, with an offset of its own, which a duplicate would share with all who have it."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def remove_all(paths: Sequence[Path]) -> None:
@@ -162,11 +167,6 @@ class MemoryLanding(Landing):
     def publish(self, digest: str) -> Fetched:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
         return Fetched(self._size_bytes, 0, digest, fd=os.dup(self.fd))
-
-    def close(self, *, keep: bool) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class _Header(msgspec.Struct, frozen=True):

@@ -158,8 +158,6 @@ class Md5Lanes:
 
 def md5_of(bodies: list[memoryview]) -> list[str]:
     """Of any number of bodies; those of like size share the lanes."""
-    if md5_many is None or len(bodies) == 1:
-        return [_alone(body) for body in bodies]
     batches = (bodies[start : start + _LANES] for start in range(0, len(bodies), _LANES))
     return [digest for batch in batches for digest in _together(batch)]
 
@@ -169,7 +167,6 @@ def _alone(body: Buffer) -> str:
 
 
 def _together(bodies: list[memoryview]) -> list[str]:
-    if len(bodies) == 1:
-        return [_alone(bodies[0])]
-    assert md5_many is not None
+    if md5_many is None or len(bodies) == 1:
+        return [_alone(body) for body in bodies]
     return [digest.hex() for digest in md5_many(bodies)]

@@ -137,8 +137,7 @@ class Transfers:
                         body = await flow.hedged_call(call, end - start)
                     else:
                         body = await flow.preemptibly(partial(flow.observed, call, end - start))
-                    turn.leave_lane()
-                    self._gate.dispatch()
+                    self._gate.answered(turn)
                     return body
 
                 return await use(read)
@@ -158,15 +157,15 @@ def _land_all(
         if body is None or (next(digests) != info.md5 and info.md5 is not None):
             landed.append(None)
         else:
-            landed.append(_land(landing, info, body))
+            landed.append(_land(landing, info, body, landing.publish))
     return landed
 
 
-def _land(landing: Landing, info: ObjectInfo, body: memoryview) -> Fetched:
+def _land(landing: Landing, info: ObjectInfo, body: memoryview, publish: Callable[[str], Fetched]) -> Fetched:
     try:
         landing.begin(info, info.size_bytes)
         landing.write(body, 0)
-        return landing.publish(digest_bytes(body))
+        return publish(digest_bytes(body))
     finally:
         landing.close(keep=False)
 
@@ -212,21 +211,13 @@ class _Fetch:
     async def _whole(self) -> Fetched:
         size_bytes = self._info.size_bytes
 
-        def land(body: memoryview) -> Fetched:
-            try:
-                self._landing.begin(self._info, size_bytes)
-                self._landing.write(body, 0)
-                return self._publish(digest_bytes(body))
-            finally:
-                self._landing.close(keep=False)
-
         async def use(read: Callable[[], Awaitable[memoryview]]) -> Fetched:
             if self._info.md5 is None:
                 body = await read()
             else:
                 body, md5 = await self._transfers._md5.of(read, alone=self._ticket.cls == Class.DEMAND)
                 self._check(md5)
-            return await to_thread.run_sync(land, body)
+            return await to_thread.run_sync(_land, self._landing, self._info, body, self._publish)
 
         return await self._transfers.piece(
             self._store, self._flow, self._info, 0, size_bytes, self._ticket, use

@@ -13,6 +13,7 @@ from pathlib import Path
 import obstore
 import pytest
 
+from forebay.benchmarks import jobs
 from forebay.benchmarks.seaweed import S3Server
 from forebay.core.channel import Channel, close_all
 from forebay.core.errors import DaemonUnavailable, ForebayError, TierFull, WorkingSetTooLarge
@@ -20,7 +21,6 @@ from forebay.core.protocol import (
     Advance,
     ClaimIndex,
     Dataset,
-    DatasetReply,
     Done,
     IndexTask,
     JobReply,
@@ -32,7 +32,6 @@ from forebay.core.protocol import (
     ShardReady,
     Stage,
     StageJob,
-    WaitJob,
 )
 from tests.conftest import Node, eventually, shard_bytes
 
@@ -41,9 +40,7 @@ KB = 1000
 
 
 def register(channel: Channel, url: str, format: str = "webdataset") -> Dataset:
-    reply, fds = channel.request(Register(url, format), expect=DatasetReply)
-    close_all(fds)
-    return reply.dataset
+    return jobs.register(channel, Register(url, format))
 
 
 def read_shard(channel: Channel, dataset: Dataset, shard: int) -> bytes:
@@ -55,10 +52,7 @@ def read_shard(channel: Channel, dataset: Dataset, shard: int) -> bytes:
 
 
 def stage(channel: Channel, dataset: Dataset) -> StageJob:
-    job = channel.request(Stage(dataset.id), expect=JobReply)[0].job
-    while job.state == "running":
-        job = channel.request(WaitJob(job.id, job.version, 20), expect=JobReply, timeout_s=60)[0].job
-    return job
+    return jobs.run_job(channel, Stage(dataset.id))
 
 
 def test_bytes_are_the_objects_bytes(node: Node, make_dataset: MakeDataset, s3: S3Server):
@@ -179,8 +173,7 @@ def test_a_running_job_goes_on_after_a_crash(node: Node, make_dataset: MakeDatas
     node.kill()
     node.start()
     with node.connect() as channel:
-        while job.state == "running":
-            job = channel.request(WaitJob(job.id, job.version, 10), expect=JobReply)[0].job
+        job = jobs.follow(channel, job)
         assert (job.state, job.shards_done, job.bytes_done) == ("done", 12, dataset.size_bytes)
 
 

@@ -14,6 +14,7 @@ import obstore
 import pytest
 
 from forebay.benchmarks.daemons import start_daemon
+from forebay.benchmarks.jobs import follow, run_job
 from forebay.benchmarks.seaweed import S3Server
 from forebay.core.channel import Channel, ask
 from forebay.core.errors import ForebayError, NotFound, TierFull
@@ -36,7 +37,6 @@ from forebay.core.protocol import (
     Selection,
     Stage,
     StagerStatus,
-    WaitJob,
 )
 from forebay.stager.manifest import Manifest
 from tests.conftest import Node, eventually, shard_bytes
@@ -47,13 +47,6 @@ KB = 1000
 
 def staged(node: Node) -> list[Path]:
     return [p for p in node.objects.rglob("*") if p.is_file() and len(p.name) == 32]
-
-
-def run_job(channel: Channel, request: Stage):
-    job = channel.request(request, expect=JobReply)[0].job
-    while job.state == "running":
-        job = channel.request(WaitJob(job.id, job.version, 20), expect=JobReply, timeout_s=60)[0].job
-    return job
 
 
 def test_a_job_stages_what_was_selected(node: Node, make_dataset: MakeDataset):
@@ -86,8 +79,7 @@ def test_a_cancelled_job_takes_nothing_from_others(node: Node, make_dataset: Mak
         second = channel.request(Stage(dataset.id, owner="b"), expect=JobReply)[0].job
         cancelled = channel.request(CancelJob(first.id), expect=JobReply)[0].job
         assert cancelled.state in ("cancelled", "done")
-        while second.state == "running":
-            second = channel.request(WaitJob(second.id, second.version, 20), expect=JobReply)[0].job
+        second = follow(channel, second)
         assert (second.state, second.shards_done, second.bytes_done) == ("done", 30, dataset.size_bytes)
 
 
@@ -107,8 +99,7 @@ def test_a_failed_shard_is_listed_and_tried_again(
         assert job.shards_done + len(job.failed) == job.shards_total
         obstore.put(s3.store(), key, body, use_multipart=False)
         job = channel.request(RetryJob(job.id), expect=JobReply)[0].job
-        while job.state == "running":
-            job = channel.request(WaitJob(job.id, job.version, 20), expect=JobReply)[0].job
+        job = follow(channel, job)
         assert (job.state, job.shards_done, job.failed) == ("done", 4, {})
 
 
