@@ -31,7 +31,7 @@ from forebay.stager.catalog import Catalog, Held
 from forebay.stager.evictor import Evictor
 from forebay.stager.health import Health, probe
 from forebay.stager.manifest import Shard
-from forebay.tiers.digest import digest_fd
+from forebay.tiers.digest import digest_fd, digest_uncached
 from forebay.tiers.filesystem import temporary_beside
 from forebay.tiers.landing import PARTIAL, RECORD, Fetched, FileLanding, opened_again, remove_all
 
@@ -115,9 +115,9 @@ class HotDisk:
     def path(self, object_id: str) -> Path:
         return self.root / object_id[:2] / object_id
 
-    def landing(self, shard: Shard, tenant: str) -> FileLanding:
+    def landing(self, shard: Shard, tenant: str, *, direct: bool) -> FileLanding:
         """Removes first what was evicted for it, so that the space is there before it is taken (S4)."""
-        return FileLanding(self.path(shard.id), tenant, self._take_doomed(shard.id))
+        return FileLanding(self.path(shard.id), tenant, self._take_doomed(shard.id), direct=direct)
 
     def _take_doomed(self, reserved_for: str) -> list[Path]:
         return list(self._doomed.pop(reserved_for, {}))
@@ -178,11 +178,11 @@ class HotDisk:
         """Every byte read and compared (scrubbing)."""
 
         def check() -> bool:
-            fd = _open_sound(self.path(held.id), held, "never")
+            fd = _open_sound(self.path(held.id), held, held.boot_id)
             if fd is None:
                 return False
             os.close(fd)
-            return True
+            return digest_uncached(self.path(held.id)) == held.digest
 
         try:
             good = await to_thread.run_sync(check)

@@ -195,9 +195,10 @@ class HotTier:
             )
         return self._catalog.totals(tenant=tenant).blocks_bytes + need_bytes - quota_bytes
 
-    def landing(self, shard: Shard, tenant: str) -> Landing:
+    def landing(self, shard: Shard, tenant: str, *, soon: bool) -> Landing:
+        """`soon`: a rank reads it next, so that it may as well come through the page cache."""
         disk = self._where[shard.id]
-        return disk.landing(shard, tenant) if disk else MemoryLanding()
+        return disk.landing(shard, tenant, direct=not soon) if disk else MemoryLanding()
 
     def cancel(self, shard: Shard, err: BaseException | None = None) -> None:
         """The fetch ended without a shard; `err` may tell of the disk."""

@@ -26,6 +26,7 @@ from forebay.stager.plan import NEVER, Plan, PlanBook
 from forebay.stager.sources import Sources
 from forebay.tiers.budget import Class, Gate, Ticket
 from forebay.tiers.filesystem import os_error
+from forebay.tiers.landing import Landing
 
 log = structlog.get_logger()
 
@@ -293,7 +294,7 @@ class Scheduler:
         by_id = {want.shard.id: want for want in wants}
         try:
             brought = await self._sources.fetch_small(
-                shards, lambda shard: self._hot.landing(shard, by_id[shard.id].tenant), wants[0].ticket
+                shards, lambda shard: self._landing(by_id[shard.id]), wants[0].ticket
             )
         except OSError:
             # Which file the disk refused is found out one by one.
@@ -329,7 +330,7 @@ class Scheduler:
         for attempt in range(_DISK_TRIES):
             try:
                 brought = await self._sources.fetch(
-                    shard, lambda: self._hot.landing(shard, want.tenant), want.ticket, self._elsewhere
+                    shard, lambda: self._landing(want), want.ticket, self._elsewhere
                 )
             except OSError as err:
                 self._hot.cancel(shard, err)
@@ -347,6 +348,9 @@ class Scheduler:
         metrics.stager_fetches.inc()
         self._finish(want, None)
         await self._sources.publish(shard, brought)
+
+    def _landing(self, want: _Want) -> Landing:
+        return self._hot.landing(want.shard, want.tenant, soon=want.ticket.cls <= Class.LOOKAHEAD)
 
     @contextmanager
     def _elsewhere(self) -> Iterator[None]:

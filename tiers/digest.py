@@ -19,6 +19,7 @@ from anyio import to_thread
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 _STEP_BYTES = 4 << 20
+_PATIENCE_S = 5.0
 
 
 class StreamDigest:
@@ -38,7 +39,7 @@ class StreamDigest:
 
 
 class PrefixDigest:
-    """Digests in order what arrives out of order, from the page cache, behind the writers.
+    """Digests in order what arrives out of order: from memory when its turn is near, else from the file.
 
     `also` is fed every piece as well: an MD5 that many streams share (tiers.md5).
     """
@@ -49,27 +50,43 @@ class PrefixDigest:
         self._also = also
         self._xxh3 = xxhash.xxh3_128()
         self._ends: dict[int, int] = {}
+        self._patient: dict[int, anyio.Event] = {}
         self._busy = anyio.Lock()
 
-    async def arrived(self, start: int, end: int) -> None:
+    async def written(self, start: int, end: int, body: memoryview | None = None) -> None:
+        """A range is in the file; `body`, when it is still in memory, waits for its turn, up to a time."""
         self._ends[start] = end
+        if body is not None and start > self.size_bytes:
+            await self._turn_of(start)
         async with self._busy:
-            while (end_of_next := self._ends.pop(self.size_bytes, None)) is not None:
-                await self._hash_up_to(end_of_next)
+            if body is not None and start == self.size_bytes:
+                await self._add(body)
+            while self.size_bytes in self._ends and self.size_bytes not in self._patient:
+                await self._add_from_file(self._ends[self.size_bytes])
+        if called := self._patient.get(self.size_bytes):
+            called.set()
 
-    async def _hash_up_to(self, end: int) -> None:
+    async def _turn_of(self, start: int) -> None:
+        """Not for ever: the range before it may stand in line for the memory that this one holds."""
+        self._patient[start] = anyio.Event()
+        try:
+            with anyio.move_on_after(_PATIENCE_S):
+                await self._patient[start].wait()
+        finally:
+            del self._patient[start]
+
+    async def _add_from_file(self, end: int) -> None:
         while self.size_bytes < end:
-            piece = await to_thread.run_sync(self._read, min(end - self.size_bytes, _STEP_BYTES))
-            if self._also:
-                await self._also(piece)
-            self.size_bytes += len(piece)
+            piece = await to_thread.run_sync(os.pread, self._fd, end - self.size_bytes, self.size_bytes)
+            if not piece:
+                raise OSError(errno.EIO, "the file became shorter while it was written")
+            await self._add(memoryview(piece))
 
-    def _read(self, want: int) -> memoryview:
-        piece = os.pread(self._fd, want, self.size_bytes)
-        if not piece:
-            raise OSError(errno.EIO, "the file became shorter while it was written")
-        self._xxh3.update(piece)
-        return memoryview(piece)
+    async def _add(self, piece: memoryview) -> None:
+        await to_thread.run_sync(self._xxh3.update, piece)
+        if self._also:
+            await self._also(piece)
+        self.size_bytes += len(piece)
 
     def hexdigest(self) -> str:
         return self._xxh3.hexdigest()
@@ -87,6 +104,29 @@ def digest_fd(fd: int) -> str:
         digest.update(chunk)
         offset += len(chunk)
     return digest.hexdigest()
+
+
+def digest_uncached(path: Path) -> str:
+    """As `digest_fd`, from the disk itself where that can be: the page cache is neither trusted nor filled."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as err:
+        if err.errno != errno.EINVAL:
+            raise
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        digest = xxhash.xxh3_128()
+        offset = 0
+        # O_DIRECT reads into aligned memory, which an anonymous mapping is.
+        with mmap.mmap(-1, _STEP_BYTES) as step, memoryview(step) as view:
+            while got := os.preadv(fd, [view], offset):
+                digest.update(view[:got])
+                offset += got
+                if got < _STEP_BYTES:
+                    break
+        return digest.hexdigest()
+    finally:
+        os.close(fd)
 
 
 def digest_file(path: Path) -> str:

@@ -12,7 +12,8 @@ import math
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import anyio
@@ -24,6 +25,7 @@ from forebay.tiers.budget import Class, TokenBucket
 T = TypeVar("T")
 
 _FIRST_WINDOW = 16.0
+_LEAST_RANGES = 2
 _LONGEST_PAUSE_S = 5.0
 _QUEUEING = 4.0
 _SHRINKING = 8.0
@@ -78,7 +80,7 @@ class Flow:
         self._urgent = self._patient = 0
         self._urgent_until = self._patient_at = 0.0
         self._preemptible: list[anyio.CancelScope] = []
-        self._requests = 0
+        self._requests = self._in_ranges = 0
         self._paused_until = 0.0
         self._pause_s = 0.0
         self._cut_at = 0.0
@@ -131,6 +133,20 @@ class Flow:
             finally:
                 self._preemptible.remove(scope)
         raise Preempted
+
+    @contextmanager
+    def in_ranges(self) -> Iterator[Callable[[Class], int]]:
+        """For an object that comes in ranges: how many at once, when all that do share the window.
+
+        What a rank waits for shares with nobody.
+        """
+        self._in_ranges += 1
+        try:
+            yield lambda cls: max(
+                _LEAST_RANGES, int(self.window / (1 if cls <= Class.RESTORE else self._in_ranges))
+            )
+        finally:
+            self._in_ranges -= 1
 
     def _yields_s(self) -> float:
         """What can wait goes one by one while ranks wait for this source, in their gaps, but goes on."""

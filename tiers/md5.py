@@ -43,7 +43,6 @@ class _Job:
 class _Extension:
     state: bytearray
     body: memoryview
-    done: anyio.Event = field(default_factory=anyio.Event)
 
 
 class Md5Stream:
@@ -83,6 +82,7 @@ class Md5Lanes:
         self._streams = 0
         self._extending: list[_Extension] = []
         self._full = anyio.Event()
+        self._batch = anyio.Lock()
 
     async def of(
         self, read: Callable[[], Awaitable[memoryview]], *, alone: bool = False
@@ -132,17 +132,19 @@ class Md5Lanes:
             full = self._full
             with anyio.move_on_after(_LINGER_S):
                 await full.wait()
-        if job in self._extending:
-            batch, self._extending = self._extending[:_LANES], self._extending[_LANES:]
-            self._full.set()
-            self._full = anyio.Event()
-            with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(
-                    md5_extend, [other.state for other in batch], [other.body for other in batch]
-                )
-            for other in batch:
-                other.done.set()
-        await job.done.wait()
+        with anyio.CancelScope(shield=True):
+            # One batch at a time: who comes meanwhile makes the next one fuller.
+            async with self._batch:
+                if job in self._extending:
+                    await self._extend_waiting()
+
+    async def _extend_waiting(self) -> None:
+        batch, self._extending = self._extending[:_LANES], self._extending[_LANES:]
+        self._full.set()
+        self._full = anyio.Event()
+        await to_thread.run_sync(
+            md5_extend, [other.state for other in batch], [other.body for other in batch]
+        )
 
     async def _digest_waiting(self) -> None:
         """Bounded work on behalf of others too: a cancelled caller still finishes it."""

@@ -41,8 +41,6 @@ T = TypeVar("T")
 _TRANSIENT = (StoreUnreachable, StoreBusy, ShortBody)
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 5.0
-# Ranges of one object on their way; the gate decides among objects.
-_PARALLEL_RANGES = 16
 
 
 async def retrying(call: Callable[[], Awaitable[T]], attempts: int) -> T:
@@ -191,6 +189,7 @@ class _Fetch:
         self._landing = landing
         self._ticket = ticket
         self._policy = transfers._policy
+        self._writing = anyio.Lock()
 
     async def run(self) -> Fetched:
         keep = False
@@ -233,27 +232,38 @@ class _Fetch:
         range_bytes, size_bytes = self._policy.range_bytes, self._info.size_bytes
         there = set(await to_thread.run_sync(self._landing.begin, self._info, range_bytes))
         digest = PrefixDigest(self._landing.fd, md5.update if md5 else None)
-        limit = anyio.CapacityLimiter(_PARALLEL_RANGES)
+        under_way, ended = 0, anyio.Event()
 
-        async def one(number: int) -> None:
-            start = number * range_bytes
-            end = min(start + range_bytes, size_bytes)
-            if number not in there:
-                async with limit:
-                    await self._range(number, start, end)
-            await digest.arrived(start, end)
+        async def one(number: int, start: int, end: int) -> None:
+            nonlocal under_way, ended
+            try:
+                await self._range(number, start, end, digest)
+            finally:
+                under_way -= 1
+                ended.set()
+                ended = anyio.Event()
 
         try:
             async with anyio.create_task_group() as tasks:
-                for number in range(-(-size_bytes // range_bytes)):
-                    tasks.start_soon(one, number)
+                with self._flow.in_ranges() as most:
+                    for number, start in enumerate(range(0, size_bytes, range_bytes)):
+                        end = min(start + range_bytes, size_bytes)
+                        if number in there:
+                            await digest.written(start, end)
+                            continue
+                        while under_way >= most(self._ticket.cls):
+                            await ended.wait()
+                        under_way += 1
+                        tasks.start_soon(one, number, start, end)
+                    while under_way:
+                        await ended.wait()
         except* (ForebayError, OSError) as errors:
             raise root_cause(errors) from None
         if md5:
             self._check(md5.hexdigest())
         return await to_thread.run_sync(self._publish, digest.hexdigest())
 
-    async def _range(self, number: int, start: int, end: int) -> None:
+    async def _range(self, number: int, start: int, end: int, digest: PrefixDigest) -> None:
         def keep(body: memoryview) -> None:
             self._landing.write(body, start)
             self._landing.arrived(number)
@@ -262,7 +272,9 @@ class _Fetch:
             body = await read()
             # What came is kept, even when another range has failed: a later try goes on from it.
             with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(keep, body)
+                async with self._writing:
+                    await to_thread.run_sync(keep, body)
+            await digest.written(start, end, body)
 
         await self._transfers.piece(self._store, self._flow, self._info, start, end, self._ticket, use)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from functools import partial
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ from forebay.core.errors import (
 )
 from forebay.tiers import md5, transfer
 from forebay.tiers.budget import Class, Gate, Ticket
-from forebay.tiers.digest import digest_bytes
+from forebay.tiers.digest import PrefixDigest, digest_bytes, digest_uncached
 from forebay.tiers.filesystem import FilesystemStore
 from forebay.tiers.flow import Flow
 from forebay.tiers.landing import PARTIAL, Fetched, FileLanding, MemoryLanding
@@ -280,3 +282,51 @@ def test_every_reader_gets_its_own_md5_whoever_fails_or_is_cancelled(size: int, 
     for number in range(count):
         if number % 7 != 6:
             assert found[number] == ("short" if number % 5 == 4 else hashlib.md5(bodies[number]).hexdigest())
+
+
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1, (3 << 20) + 4097])
+def test_what_goes_past_the_page_cache_lands_whole(tmp_path: Path, size: int):
+    """O_DIRECT wants aligned memory, offsets and lengths; a body gives none of the three."""
+    body = os.urandom(size + 3)[3:]
+    landing = FileLanding(tmp_path / "hot/x", direct=True)
+    landing.begin(ObjectInfo("x", size, "v1"), 1 << 20)
+    for start in reversed(range(0, size, 1 << 20)):
+        landing.write(memoryview(body)[start : start + (1 << 20)], start)
+    fetched = landing.publish(digest_bytes(body))
+    landing.close(keep=False)
+    assert fetched.path is not None and fetched.path.read_bytes() == body
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.permutations(range(9)), st.sets(st.integers(0, 8)))
+def test_a_digest_is_of_the_order_in_the_file_whatever_the_order_of_arrival(order: list[int], kept: set[int]):
+    """`kept`: whose bytes are still in memory; the others are read back."""
+    body = os.urandom(9 * 1000 - 300)
+    seen: list[bytes] = []
+
+    async def also(piece: memoryview) -> None:
+        seen.append(bytes(piece))
+
+    async def main() -> str:
+        with tempfile.TemporaryFile() as file:
+            file.write(body)
+            file.flush()
+            digest = PrefixDigest(file.fileno(), also)
+            with anyio.fail_after(20):
+                async with anyio.create_task_group() as tasks:
+                    for number in order:
+                        start, end = number * 1000, min(number * 1000 + 1000, len(body))
+                        view = memoryview(body)[start:end] if number in kept else None
+                        tasks.start_soon(digest.written, start, end, view)
+                        await anyio.lowlevel.checkpoint()
+            return digest.hexdigest()
+
+    assert anyio.run(main) == digest_bytes(body)
+    assert b"".join(seen) == body
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, (5 << 20) + 17])
+def test_reading_past_the_page_cache_digests_the_same(tmp_path: Path, size: int):
+    path = tmp_path / "x"
+    path.write_bytes(os.urandom(size))
+    assert digest_uncached(path) == digest_bytes(path.read_bytes())
