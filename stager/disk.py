@@ -25,6 +25,7 @@ from anyio import to_thread
 from forebay.core import metrics
 from forebay.core.config import StagerSettings
 from forebay.core.errors import DiskFull, ShardTooLarge
+from forebay.core.failpoint import failpoint
 from forebay.core.service import boot_id
 from forebay.core.units import format_bytes
 from forebay.stager.catalog import Catalog, Held
@@ -91,6 +92,8 @@ class HotDisk:
         self._doomed: dict[str, dict[Path, int]] = {}
         self.held_bytes = catalog.totals(self.name).blocks_bytes
         self.evictions = 0
+        # Something may lie here that nobody counts.
+        self.untidy = False
         self._device = -1
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -255,6 +258,7 @@ class HotDisk:
             self._boot, now, now,
         )  # fmt: skip
         self._catalog.put(held)
+        failpoint("fetch.kept")
         self.held_bytes += held.blocks_bytes
         self.evictor.came(held.id)
         self.health.ok()
@@ -264,11 +268,15 @@ class HotDisk:
         """Out of sight at once; to remove a large file takes time, so the next fetch or `clear` does it."""
         aside = temporary_beside(self.path(held.id))
         try:
+            failpoint("evict.chosen")
             self.path(held.id).rename(aside)
+            failpoint("evict.aside")
             self._doomed.setdefault(reserved_for, {})[aside] = held.blocks_bytes
         except OSError as err:
+            self.untidy = True
             self.failed(err)
         self.forget(held)
+        failpoint("evict.forgotten")
         self.evictions += 1
         metrics.stager_evictions.inc()
 

@@ -18,6 +18,7 @@ from anyio.abc import TaskGroup
 from forebay.core import metrics
 from forebay.core.config import Settings
 from forebay.core.errors import Cancelled, ForebayError, TierFull
+from forebay.core.failpoint import failpoint
 from forebay.core.units import format_bytes
 from forebay.stager.bulk import BulkStream
 from forebay.stager.hot import HotTier
@@ -329,6 +330,7 @@ class Scheduler:
         shard = want.shard
         for attempt in range(_DISK_TRIES):
             try:
+                failpoint("fetch.reserved")
                 brought = await self._sources.fetch(
                     shard, lambda: self._landing(want), want.ticket, self._elsewhere
                 )

@@ -45,7 +45,7 @@ async def _settle(path: Path, disk: HotDisk, catalog: Catalog) -> None:
         object_id = name.removeprefix(PARTIAL).removesuffix(RECORD)
         if not _OBJECT_NAME.fullmatch(object_id) or disk.reserving(object_id):
             return
-        if catalog.get(object_id):
+        if catalog.get(object_id) or not path.with_name(f"{PARTIAL}{object_id}").exists():
             _remove(path)
         elif not name.endswith(RECORD):
             disk.found_partial(object_id, blocks_bytes(path))

@@ -32,6 +32,7 @@ class Upkeep:
             await disk.health.went_out()
             self._scheduler.lost()
             await disk.look_after()
+            disk.untidy = True
             self._scheduler.poke()
 
     async def _now_and_then(self) -> None:
@@ -40,3 +41,6 @@ class Upkeep:
             self._catalog.flush()
             for disk in self._hot.disks:
                 await disk.clear()
+                if disk.untidy and disk.health.usable:
+                    disk.untidy = False
+                    await sweep(disk, self._catalog)

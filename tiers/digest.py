@@ -107,7 +107,7 @@ def digest_fd(fd: int) -> str:
 
 
 def digest_uncached(path: Path) -> str:
-    """As `digest_fd`, from the disk itself where that can be: the page cache is neither trusted nor filled."""
+    """As `digest_fd`, from the disk where that can be: the page cache is neither trusted nor filled."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as err:

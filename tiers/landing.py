@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from forebay.core.failpoint import failpoint
 from forebay.core.service import boot_id
 from forebay.tiers.filesystem import temporary_beside
 from forebay.tiers.store import ObjectInfo
@@ -127,6 +128,7 @@ class FileLanding(Landing):
             with suppress(OSError):
                 flags = os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._direct_fd = os.open(self._temporary, flags)
+        failpoint("landing.begun")
         return done
 
     def write(self, body: memoryview, offset: int) -> None:
@@ -136,18 +138,23 @@ class FileLanding(Landing):
             write_steps(self._direct_fd, body[:whole], offset, _DIRECT_BYTES, _ALIGN_BYTES)
             body, offset = body[whole:], offset + whole
         super().write(body, offset)
+        failpoint("landing.written")
 
     def arrived(self, number: int) -> None:
         if self._record:
             self._record.add(number)
+            failpoint("landing.recorded")
 
     def publish(self, digest: str) -> Fetched:
+        failpoint("landing.verified")
         stat = os.fstat(self.fd)
         note = Note(self._size_bytes, digest, self._tenant)
         # On a file system without extended attributes a file does not outlive its catalog.
         with suppress(OSError):
             os.setxattr(self.fd, XATTR, msgspec.msgpack.encode(note))
+        failpoint("landing.noted")
         self._temporary.rename(self.final)
+        failpoint("landing.renamed")
         return Fetched(self._size_bytes, stat.st_blocks * 512, digest, path=self.final)
 
     def close(self, *, keep: bool) -> None:
