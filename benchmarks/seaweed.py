@@ -43,12 +43,16 @@ _PORTS = (
 
 @dataclass(frozen=True)
 class S3Server:
-    """Where it is and how to get in. `env` is what Forebay and every S3 client read."""
+    """Where it is and how to get in. `env` is what Forebay and every S3 client read.
+
+    `filer` is what `weed mount -filer` takes.
+    """
 
     endpoint: str
     access_key: str
     secret_key: str
     bucket: str
+    filer: str
 
     @property
     def env(self) -> dict[str, str]:
@@ -79,20 +83,25 @@ def running_server(bucket: str = "forebay") -> Iterator[S3Server]:
     """Start, make the bucket, yield, end. Raises StoreUnreachable when it does not come up."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-s3-")))
-        server = S3Server(f"http://127.0.0.1:{free_ports(1)[0]}", "forebay-demo", "not-a-secret", bucket)
-        process = _start(folder, server)
+        ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
+        server = S3Server(
+            endpoint=f"http://127.0.0.1:{ports['s3.port']}",
+            access_key="forebay-demo",
+            secret_key="not-a-secret",
+            bucket=bucket,
+            filer=f"127.0.0.1:{ports['filer.port']}.{ports['filer.port.grpc']}",
+        )
+        process = _start(folder, server, ports)
         stack.callback(_stop, process)
         _wait(process, server, folder / "log")
         yield server
 
 
-def _start(folder: Path, server: S3Server) -> subprocess.Popen[bytes]:
+def _start(folder: Path, server: S3Server, ports: dict[str, int]) -> subprocess.Popen[bytes]:
     credentials = {"accessKey": server.access_key, "secretKey": server.secret_key}
     identity = {"name": "forebay", "credentials": [credentials], "actions": ["Admin"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
     (folder / "data").mkdir()
-    ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
-    ports["s3.port"] = int(server.endpoint.rpartition(":")[2])
     return subprocess.Popen(
         [
             str(Path(sys.executable).with_name("weed")),
@@ -109,11 +118,11 @@ def _start(folder: Path, server: S3Server) -> subprocess.Popen[bytes]:
         ],
         stdout=(folder / "log").open("wb"),
         stderr=subprocess.STDOUT,
-        preexec_fn=_end_with_parent,
+        preexec_fn=end_with_parent,
     )
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 

@@ -110,17 +110,17 @@ class RedisClaims(Coordinator):
         self._stale_ms = int(stale_s * 1000)
 
     async def claim(self, name: str) -> bool:
-        return bool(await self._asked(self._redis.set(_key(name), OWNER, nx=True, px=self._stale_ms)))
+        return bool(await self._asked(self._redis.set(_redis_key(name), OWNER, nx=True, px=self._stale_ms)))
 
     async def beat(self, name: str) -> None:
-        await self._asked(self._redis.eval(self._BEAT, 1, _key(name), OWNER, self._stale_ms))
+        await self._asked(self._redis.eval(self._BEAT, 1, _redis_key(name), OWNER, self._stale_ms))
 
     async def release(self, name: str) -> None:
-        await self._asked(self._redis.eval(self._RELEASE, 1, _key(name), OWNER))
+        await self._asked(self._redis.eval(self._RELEASE, 1, _redis_key(name), OWNER))
 
     async def sign(self, name: str) -> str | None:
         """The server lets a silent owner's key go, so any sign is a sign of life."""
-        owner = await self._asked(self._redis.get(_key(name)))
+        owner = await self._asked(self._redis.get(_redis_key(name)))
         return None if owner is None else f"{owner!r} {time.monotonic_ns()}"
 
     async def take_over(self, name: str, seen: str) -> bool:
@@ -146,3 +146,7 @@ def open_coordinator(setting: str, store: Store, stale_s: float) -> Coordinator:
 
 def _key(name: str) -> str:
     return f"claims/{name[:2]}/{name}"
+
+
+def _redis_key(name: str) -> str:
+    return f"forebay/{_key(name)}"

@@ -6,17 +6,15 @@ import os
 import signal
 import sqlite3
 import subprocess
-import threading
 import time
 from pathlib import Path
 
 import obstore
 import pytest
 
-from forebay.benchmarks.daemons import start_daemon
 from forebay.benchmarks.jobs import follow, run_job
 from forebay.benchmarks.seaweed import S3Server
-from forebay.core.channel import Channel, ask
+from forebay.core.channel import ask
 from forebay.core.errors import ForebayError, NotFound, TierFull
 from forebay.core.protocol import (
     AddPin,
@@ -38,7 +36,6 @@ from forebay.core.protocol import (
     Stage,
     StagerStatus,
 )
-from forebay.stager.manifest import Manifest
 from tests.conftest import Node, eventually, shard_bytes
 from tests.integration.test_stager import MakeDataset, read_shard, register, stage
 
@@ -205,86 +202,6 @@ def test_several_disks_are_one_tier_and_one_that_fails_is_gone_around(node: Node
         node.kill()
         for disk in disks:
             subprocess.run(["umount", str(disk)], check=True)
-
-
-@pytest.fixture
-def nodes(node: Node, s3: S3Server):
-    """Four stagerds that share one warm directory."""
-    warm, found = node.home / "warm", []
-    processes = []
-    for number in range(4):
-        env = {
-            "FOREBAY_HOME": str(node.home / f"n{number}"),
-            "FOREBAY_WARM__URL": str(warm),
-            "FOREBAY_WARM__STALE_S": "1",
-            "FOREBAY_WARM__HEARTBEAT_S": "0.2",
-        }
-        processes.append(start_daemon("stager", env, node.home / f"n{number}.log"))
-        found.append(node.home / f"n{number}/run/stager.sock")
-    yield warm, found, processes
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-def stage_everywhere(sockets: list[Path], url: str) -> list:
-    jobs: list = [None] * len(sockets)
-
-    def one(number: int) -> None:
-        with Channel.connect(sockets[number], "test") as channel:
-            jobs[number] = stage(channel, register(channel, url))
-
-    threads = [threading.Thread(target=one, args=(n,)) for n in range(len(sockets))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return jobs
-
-
-def cold_bytes(sockets: list[Path]) -> int:
-    return sum(ask(s, GetStatus(), expect=StagerStatus).fetched_cold_bytes for s in sockets)
-
-
-def test_four_nodes_fetch_each_shard_from_cold_once(nodes, make_dataset: MakeDataset):
-    """S5 with a warm tier."""
-    _, sockets, _ = nodes
-    url = make_dataset([5] * 12, 10 * KB)
-    jobs = stage_everywhere(sockets, url)
-    assert all(job.state == "done" for job in jobs)
-    assert cold_bytes(sockets) == jobs[0].bytes_total
-
-
-def test_a_claim_of_a_dead_node_is_taken_over(nodes, make_dataset: MakeDataset):
-    """F24: the node that fetches for all is killed; the others go on without it."""
-    warm, sockets, processes = nodes
-    url = make_dataset([5] * 2, 10 * KB)
-    with Channel.connect(sockets[1], "test") as channel:
-        dataset = register(channel, url)
-        (path,) = (sockets[1].parents[1] / "stager/manifests").iterdir()
-        object_ids = [Manifest(path, url).shard(n).id for n in range(2)]
-        for object_id in object_ids:
-            claim = warm / "forebay/claims" / object_id[:2] / object_id
-            claim.parent.mkdir(parents=True, exist_ok=True)
-            claim.write_text("dead-node 1")
-        assert read_shard(channel, dataset, 0) == shard_bytes(0, 5, 10 * KB)
-    processes[0].kill()
-    jobs = stage_everywhere(sockets[1:], url)
-    assert all(job.state == "done" for job in jobs)
-
-
-def test_a_warm_tier_that_fails_is_a_miss_said_once(nodes, node: Node, make_dataset: MakeDataset):
-    """Read-only from the start: cold serves, one line of log for each action."""
-    warm, sockets, _ = nodes
-    warm.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,ro", "tmpfs", str(warm)], check=True)
-    try:
-        jobs = stage_everywhere(sockets[:1], make_dataset([2] * 20, KB))
-        assert jobs[0].state == "done"
-        said = (node.home / "n0.log").read_text().count("warm tier fails")
-        assert 1 <= said <= 4
-    finally:
-        subprocess.run(["umount", str(warm)], check=True)
 
 
 def test_the_warm_tier_is_kept_below_its_capacity(node: Node, make_dataset: MakeDataset):
