@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import anyio
 import structlog
@@ -13,13 +14,17 @@ from forebay.checkpointd.attempts import Attempt, Attempts
 from forebay.checkpointd.commit import missing_ranks, try_commit
 from forebay.checkpointd.retention import trim
 from forebay.checkpointd.spool import Spool
+from forebay.checkpointd.uplink import Uplink
 from forebay.checkpointd.upload import upload
 from forebay.core import metrics
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError
+from forebay.tiers.budget import Class, Gate, Ticket
 from forebay.tiers.filesystem import os_error
-from forebay.tiers.store import Store, open_store
-from forebay.tiers.transfer import retrying
+from forebay.tiers.flow import Flow
+from forebay.tiers.landing import Fetched, FileLanding
+from forebay.tiers.store import ObjectInfo, Store, open_store
+from forebay.tiers.transfer import Transfers, retrying
 
 log = structlog.get_logger()
 
@@ -36,6 +41,10 @@ class Pipeline:
         self._spool = spool
         self._tasks = tasks
         self._stores: dict[str, Store] = {}
+        self._flows: dict[str, Flow] = {}
+        self._uplink = Uplink(settings)
+        gate = Gate(settings.transfer.inflight_bytes)
+        self._transfers = Transfers(settings.transfer, gate, self._uplink.restore)
         self._disk = anyio.CapacityLimiter(2)
         # Retention and restore exclude each other: what is being read is not removed (C5).
         self.reading = anyio.Lock()
@@ -47,6 +56,14 @@ class Pipeline:
         if url not in self._stores:
             self._stores[url] = open_store(url, self._settings)
         return self._stores[url]
+
+    async def download(self, store: Store, info: ObjectInfo, path: Path, digest: str) -> Fetched:
+        """A file of a checkpoint into the spool, verified. Raises what `Transfers.fetch` raises."""
+        if store.url not in self._flows:
+            self._flows[store.url] = Flow(store.url, self._settings.source_of(store.url).concurrency)
+        return await self._transfers.fetch(
+            store, self._flows[store.url], info, lambda: FileLanding(path), Ticket(Class.RESTORE), digest
+        )
 
     def absorb(self, attempt: Attempt, arena_fd: int, generation: int) -> None:
         """Takes over the descriptor."""
@@ -77,7 +94,8 @@ class Pipeline:
             store = self.upstream(attempt.upstream)
             if attempt.level == "local":
                 if attempt.upstream is not None:
-                    await upload(store, attempt, self._spool.folder(attempt), self._settings.checkpoint)
+                    folder, policy = self._spool.folder(attempt), self._settings.checkpoint
+                    await upload(store, attempt, folder, policy, self._uplink.drain)
                 attempt = self._attempts.reached(attempt, "durable")
             await self._commit(store, attempt)
         except ForebayError as err:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
 import msgspec
 import structlog
 from anyio import to_thread
@@ -11,18 +14,16 @@ from forebay.checkpointd.commit import find_commits
 from forebay.checkpointd.layout import Commit
 from forebay.checkpointd.spool import Spool
 from forebay.checkpointd.upload import read_digest
-from forebay.core.config import Settings
 from forebay.core.errors import CheckpointCorrupt, DigestMismatch, ForebayError, NoCheckpoint, ObjectNotFound
 from forebay.core.protocol import Checkpoint, CheckpointOpened
-from forebay.tiers.budget import Class, Gate, Ticket
 from forebay.tiers.digest import digest_file
 from forebay.tiers.filesystem import os_error
-from forebay.tiers.flow import Flow
-from forebay.tiers.landing import FileLanding
-from forebay.tiers.store import Store
-from forebay.tiers.transfer import Transfers
+from forebay.tiers.store import ObjectInfo, Store
 
 log = structlog.get_logger()
+
+# Store, object, where to, xxh3-128: see pipeline.Pipeline.download.
+Download = Callable[[Store, ObjectInfo, Path, str], Awaitable[object]]
 
 
 async def list_checkpoints(spool: Spool, upstream: Store, run: str) -> list[Checkpoint]:
@@ -48,7 +49,7 @@ async def open_checkpoint(
     spool: Spool,
     upstream: Store,
     run: str,
-    settings: Settings,
+    download: Download,
     step: int | None,
     attempt: str | None,
 ) -> CheckpointOpened:
@@ -65,7 +66,7 @@ async def open_checkpoint(
         try:
             commit = await _commit_of(spool, upstream, candidate)
             for file in commit.files:
-                await _bring(spool, upstream, commit, file, settings)
+                await _bring(spool, upstream, commit, file, download)
             await to_thread.run_sync(spool.write_commit, commit)
         except ForebayError as err:
             log.warning("checkpoint passed over", place=place, error=str(err))
@@ -113,7 +114,7 @@ async def _commit_of(spool: Spool, upstream: Store, candidate: Checkpoint) -> Co
 
 
 async def _bring(
-    spool: Spool, upstream: Store, commit: Commit, file: layout.FileRecord, settings: Settings
+    spool: Spool, upstream: Store, commit: Commit, file: layout.FileRecord, download: Download
 ) -> None:
     """The file is in the spool with the right digest afterwards."""
     key = f"{layout.folder(commit.run, commit.step, commit.attempt)}/{layout.check_file(file.name)}"
@@ -128,11 +129,8 @@ async def _bring(
         info = await upstream.head(key)
     except ObjectNotFound as err:
         raise CheckpointCorrupt(f"{file.name} is missing upstream") from err
-    transfers = Transfers(settings.transfer, Gate(settings.transfer.inflight_bytes))
-    flow = Flow(upstream.url, settings.source_of(upstream.url).concurrency)
-    ticket = Ticket(Class.RESTORE)
     try:
-        await transfers.fetch(upstream, flow, info, lambda: FileLanding(path), ticket, file.digest)
+        await download(upstream, info, path, file.digest)
     except DigestMismatch as err:
         raise CheckpointCorrupt(f"{file.name} is damaged upstream: {err.message}") from err
     except OSError as err:

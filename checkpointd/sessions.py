@@ -102,7 +102,7 @@ class CheckpointSessions:
         upstream = self._pipeline.upstream(request.upstream)
         async with self._pipeline.reading:
             opened = await restore.open_checkpoint(
-                self._spool, upstream, request.run, self._settings, request.step, request.attempt
+                self._spool, upstream, request.run, self._pipeline.download, request.step, request.attempt
             )
         return opened, ()
 

@@ -13,7 +13,7 @@ from forebay.checkpointd.layout import FileRecord, RankManifest
 from forebay.core.config import CheckpointSettings
 from forebay.core.errors import DigestMismatch, StoreUnreachable
 from forebay.tiers.digest import StreamDigest, md5_file, multipart_etag
-from forebay.tiers.store import ObjectInfo, Store
+from forebay.tiers.store import Grant, ObjectInfo, Store
 from forebay.tiers.transfer import retrying
 
 # Together with the jittered waits this outlasts upload_timeout_s, which is the real limit.
@@ -21,7 +21,9 @@ _MANY = 1_000_000
 _READ_BACK_BYTES = 16 << 20
 
 
-async def upload(store: Store, attempt: Attempt, folder: Path, policy: CheckpointSettings) -> None:
+async def upload(
+    store: Store, attempt: Attempt, folder: Path, policy: CheckpointSettings, grant: Grant
+) -> None:
     """Until upstream holds the file and says so. Tried again through outages, up to upload_timeout_s.
 
     Raises StoreError kinds, DigestMismatch, StoreUnreachable at the time limit.
@@ -32,7 +34,8 @@ async def upload(store: Store, attempt: Attempt, folder: Path, policy: Checkpoin
 
     async def file() -> None:
         key = f"{prefix}/{record.name}"
-        info = await store.put_file(key, folder / record.name, part_bytes=policy.part_bytes)
+        path = folder / record.name
+        info = await store.put_file(key, path, part_bytes=policy.part_bytes, grant=grant)
         await _verify(store, info, folder / record.name, record, policy.part_bytes)
 
     async def manifest() -> None:

@@ -119,7 +119,9 @@ class CheckpointSettings(_Section):
 
     spool_dir: Path | None = Field(None, description="directory on local NVMe; default <home>/spool")
     keep_local: int = Field(2, ge=1, description="committed checkpoints kept in the spool per run")
-    part_bytes: Size = Field(_size("16MiB"), description="size of one part of a multipart upload")
+    part_bytes: Size = Field(
+        _size("16MiB"), ge=5 << 20, description="size of one part of a multipart upload; S3 takes no smaller"
+    )
     upload_timeout_s: float = Field(600.0, gt=0, description="longest upload of one file, tries together")
     wait_s: float = Field(600.0, gt=0, description="longest wait of a client for a level")
 

@@ -31,6 +31,9 @@ stager_overflows = Counter(
     "forebay_stager_overflows", "Shards served from memory because no disk could take them", registry=STAGER
 )
 stager_scrubbed_bytes = Counter("forebay_stager_scrubbed_bytes", "Bytes read again to check", registry=STAGER)
+stager_granted_bytes = Counter(
+    "forebay_stager_granted_bytes", "Bytes that checkpointd was let move", ["class"], registry=STAGER
+)
 warm_errors = Counter(
     "forebay_warm_errors", "Times the warm tier failed and was gone without", ["action"], registry=STAGER
 )

@@ -319,6 +319,7 @@ class Session:
         ticket = Ticket(Class.RESTORE if request.restore else Class.DRAIN, time.monotonic())
         async with self._stager.gate.turn(_UPLINK, ticket, 0):
             self._stager.gate.rate.take(request.size_bytes)
+        metrics.stager_granted_bytes.labels(ticket.cls.name.lower()).inc(request.size_bytes)
         return Done(), ()
 
     # State

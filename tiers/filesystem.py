@@ -26,7 +26,7 @@ from forebay.core.errors import (
     ShortBody,
     StoreError,
 )
-from forebay.tiers.store import ObjectInfo, Store, check_key
+from forebay.tiers.store import Grant, ObjectInfo, Store, check_key
 
 T = TypeVar("T")
 TEMPORARY = ".forebay-tmp-"
@@ -71,7 +71,9 @@ class FilesystemStore(Store):
         with _translated(path):
             return await _in_thread(_publish, key, path, write, if_absent)
 
-    async def put_file(self, key: str, path: Path, *, part_bytes: int) -> ObjectInfo:
+    async def put_file(
+        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None
+    ) -> ObjectInfo:
         def write(target: int) -> None:
             with path.open("rb") as source:
                 while os.sendfile(target, source.fileno(), None, _COPY_BYTES):
@@ -79,6 +81,8 @@ class FilesystemStore(Store):
 
         final = self._path(key)
         with _translated(final):
+            if grant:
+                await grant(path.stat().st_size)
             return await _in_thread(_publish, key, final, write, False)
 
     async def delete(self, key: str) -> None:

@@ -24,7 +24,7 @@ from forebay.core.errors import (
     StoreError,
     StoreUnreachable,
 )
-from forebay.tiers.store import ObjectInfo, Store, check_key, md5_of_etag
+from forebay.tiers.store import Grant, ObjectInfo, Store, check_key, md5_of_etag
 
 
 class FsspecStore(Store):
@@ -83,8 +83,12 @@ class FsspecStore(Store):
             await to_thread.run_sync(self._fs.pipe_file, self._path(key), data)
         return await self.head(key)
 
-    async def put_file(self, key: str, path: Path, *, part_bytes: int) -> ObjectInfo:
+    async def put_file(
+        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None
+    ) -> ObjectInfo:
         with self._translated(key):
+            if grant:
+                await grant(path.stat().st_size)
             await to_thread.run_sync(self._fs.put_file, str(path), self._path(key))
         return await self.head(key)
 

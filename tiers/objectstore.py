@@ -36,7 +36,7 @@ from forebay.core.errors import (
     StoreUnreachable,
 )
 from forebay.tiers.credentials import credential_provider
-from forebay.tiers.store import ObjectInfo, Store, check_key, md5_of_etag
+from forebay.tiers.store import Grant, ObjectInfo, Store, check_key, md5_of_etag
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _S3_CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -140,14 +140,19 @@ class ObjectStore(Store):
             )
         return _put_info(key, len(data), result)
 
-    async def put_file(self, key: str, path: Path, *, part_bytes: int) -> ObjectInfo:
+    async def put_file(
+        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None
+    ) -> ObjectInfo:
         size_bytes = path.stat().st_size
+        large = size_bytes > part_bytes
+        if grant and not large:
+            await grant(size_bytes)
         with self._translated(key):
             result = await obstore.put_async(
                 self._store,
                 check_key(key),
-                path,
-                use_multipart=size_bytes > part_bytes,
+                _granted_parts(path, part_bytes, grant) if grant and large else path,
+                use_multipart=large,
                 chunk_size=part_bytes,
                 max_concurrency=_UPLOAD_PARTS,
             )
@@ -195,6 +200,13 @@ class ObjectStore(Store):
         if "body" in text.lower() or "decod" in text.lower():
             return ShortBody(f"{where}: the transfer broke off ({_first_line(err)})")
         return StoreError(f"{where}: {_first_line(err)}")
+
+
+async def _granted_parts(path: Path, part_bytes: int, grant: Grant) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while part := await to_thread.run_sync(file.read, part_bytes):
+            await grant(len(part))
+            yield part
 
 
 def _asked_to_wait(url: str) -> float | None:

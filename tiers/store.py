@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +16,8 @@ import msgspec
 from forebay.core.config import Settings
 from forebay.core.errors import InvalidRequest
 
+# Returns when so many bytes may move.
+Grant = Callable[[int], Awaitable[None]]
 _PLAIN_MD5 = re.compile(r"[0-9a-f]{32}")
 
 
@@ -58,8 +60,13 @@ class Store(ABC):
         """A small object at once. With `if_absent`, raises AlreadyExists when the key is there."""
 
     @abstractmethod
-    async def put_file(self, key: str, path: Path, *, part_bytes: int) -> ObjectInfo:
-        """A file, in parts when it is large; visible upstream only when whole."""
+    async def put_file(
+        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None
+    ) -> ObjectInfo:
+        """A file, in parts when it is large; visible upstream only when whole.
+
+        `grant` is awaited before bytes go: for each part where parts are sent one by one, else at once.
+        """
 
     @abstractmethod
     async def delete(self, key: str) -> None:

@@ -33,7 +33,7 @@ from forebay.tiers.digest import PrefixDigest, digest_bytes
 from forebay.tiers.flow import Flow, Preempted
 from forebay.tiers.landing import Fetched, Landing
 from forebay.tiers.md5 import Md5Lanes, Md5Stream, md5_of
-from forebay.tiers.store import ObjectInfo, Store
+from forebay.tiers.store import Grant, ObjectInfo, Store
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -67,9 +67,11 @@ def _say(state: RetryCallState) -> None:
 class Transfers:
     """All transfers of a daemon: one policy, one gate, one place for checksums."""
 
-    def __init__(self, policy: TransferSettings, gate: Gate) -> None:
+    def __init__(self, policy: TransferSettings, gate: Gate, grant: Grant | None = None) -> None:
+        """`grant`: who else has a say, asked before each request."""
         self._policy = policy
         self._gate = gate
+        self._grant = grant
         self._md5 = Md5Lanes()
 
     async def fetch(
@@ -127,6 +129,8 @@ class Transfers:
         """One request in its turn, tried again when that may help. `use` reads, and consumes what came."""
 
         async def once() -> T:
+            if self._grant:
+                await self._grant(end - start)
             async with self._gate.turn(flow, ticket, end - start) as turn:
 
                 async def read() -> memoryview:
