@@ -88,7 +88,9 @@ def md5_of_etag(etag: str | None) -> str | None:
 
 
 def normalize_url(url: str) -> str:
-    """A path becomes file://..., a trailing `/` goes."""
+    """A path becomes file://..., a trailing `/` goes. Raises InvalidRequest for control characters."""
+    if any(ord(char) < 32 or ord(char) == 127 for char in url):
+        raise InvalidRequest(f"{url!r} has control characters in it")
     if "://" not in url:
         url = f"file://{Path(url).expanduser().absolute()}"
     return url.rstrip("/")
