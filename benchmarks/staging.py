@@ -25,9 +25,9 @@ from forebay.core.config import Settings
 from forebay.core.errors import ForebayError
 from forebay.core.protocol import Register, Stage
 
-_ROUNDS = 5
+_ROUNDS = 4
 # Those far behind are run less often: their median matters less than everybody's patience.
-_SLOW_ROUNDS = 2
+_SLOW_ROUNDS = 1
 _FAST = ("s5cmd", "rclone", "obstore")
 
 

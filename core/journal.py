@@ -60,10 +60,12 @@ class Journal:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            # A full disk may have rolled it back already.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     def rows(self, sql: str, *args: object) -> list[sqlite3.Row]:
         return self._db.execute(sql, args).fetchall()

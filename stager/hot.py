@@ -40,6 +40,7 @@ class HotTier:
         self._where: dict[str, HotDisk | None] = {}
         self._memory: dict[str, Fetched] = {}
         self._promised_bytes: dict[str, int] = {}
+        self._coming: dict[str, dict[str, int]] = {}
         share = self._settings.capacity // len(settings.hot_dirs)
         self.disks = [
             HotDisk(folder, share, self._settings, catalog, self._evictor(str(folder)))
@@ -164,6 +165,8 @@ class HotTier:
             try:
                 if disk.reserve(shard, next_use_bytes, tenant, over_quota_bytes):
                     self._where[shard.id] = disk
+                    if tenant in self._settings.quotas:
+                        self._coming.setdefault(tenant, {})[shard.id] = allocated(shard.size_bytes)
                     return True
                 if disk.health.usable:
                     return False
@@ -193,7 +196,8 @@ class HotTier:
                 f"{shard.name} takes {format_bytes(need_bytes)}, "
                 f"the quota of {tenant!r} is {format_bytes(quota_bytes)}"
             )
-        return self._catalog.totals(tenant=tenant).blocks_bytes + need_bytes - quota_bytes
+        held_bytes = self._catalog.totals(tenant=tenant).blocks_bytes
+        return held_bytes + sum(self._coming.get(tenant, {}).values()) + need_bytes - quota_bytes
 
     def landing(self, shard: Shard, tenant: str, *, soon: bool) -> Landing:
         """`soon`: a rank reads it next, so that it may as well come through the page cache."""
@@ -202,7 +206,7 @@ class HotTier:
 
     def cancel(self, shard: Shard, err: BaseException | None = None) -> None:
         """The fetch ended without a shard; `err` may tell of the disk."""
-        self._promised_bytes.pop(shard.id, None)
+        self._arrived(shard)
         if disk := self._where.pop(shard.id, None):
             disk.cancel(shard)
             if isinstance(err, OSError):
@@ -213,7 +217,7 @@ class HotTier:
         return self._catalog.together()
 
     def keep(self, shard: Shard, fetched: Fetched, tenant: str) -> None:
-        self._promised_bytes.pop(shard.id, None)
+        self._arrived(shard)
         if disk := self._where.pop(shard.id):
             disk.keep(shard, fetched, tenant)
         else:
@@ -221,6 +225,12 @@ class HotTier:
             if shard.id not in self._leases:
                 self._drop_memory(shard.id)
         metrics.stager_hot_bytes.set(self.held_bytes)
+
+    def _arrived(self, shard: Shard) -> None:
+        """Or not: what was promised for it is no longer."""
+        self._promised_bytes.pop(shard.id, None)
+        for coming in self._coming.values():
+            coming.pop(shard.id, None)
 
     def evict(self, object_id: str) -> bool:
         """On request; False for what is in use or pinned."""

@@ -6,6 +6,7 @@ import os
 import signal
 import sqlite3
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -147,6 +148,31 @@ def test_a_tenants_quota_holds(node: Node, make_dataset: MakeDataset):
             channel.request(ReleaseShard(reply.dataset.id, shard), expect=Done)
             assert node.stager().held_bytes <= 90 * KB
         assert node.stager().evictions == 4
+
+
+def test_a_tenants_quota_counts_what_is_on_its_way(node: Node, make_dataset: MakeDataset):
+    """Six ranks at once, each fetch held up before its end: never more than the quota."""
+    url = make_dataset([3] * 6, 10 * KB)
+    node.set(FOREBAY_STAGER__QUOTAS='{"small": "90KB"}', FOREBAY_FAILPOINTS="landing.verified=delay:0.3")
+    node.start()
+    with node.connect() as channel:
+        reply, fds = channel.request(Register(url, tenant="small"), expect=DatasetReply)
+        for fd in fds:
+            os.close(fd)
+
+    def read(shard: int) -> None:
+        with node.connect() as channel:
+            assert read_shard(channel, reply.dataset, shard) == shard_bytes(shard, 3, 10 * KB)
+
+    threads = [threading.Thread(target=read, args=(shard,)) for shard in range(6)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        status = node.stager()
+        assert status.held_bytes + status.reserved_bytes <= 90 * KB
+    for thread in threads:
+        thread.join()
+    assert node.stager().fetches == 6
 
 
 def test_a_lost_catalog_is_rebuilt_from_what_the_files_say(node: Node, make_dataset: MakeDataset):
