@@ -257,7 +257,7 @@ def weed_mount(server: S3Server, folder: Path, log: Path) -> Iterator[None]:
 
 
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="the kernel has no FUSE")
-def test_a_shared_file_system_mounted_on_two_machines_is_a_warm_tier(
+def test_a_shared_file_system_mounted_twice_is_a_warm_tier(
     cluster, node: Node, s3: S3Server, make_dataset: MakeDataset
 ):
     """Two mounts with caches of their own, two nodes on each: the bytes are right, cold is spared."""
