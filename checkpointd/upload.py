@@ -36,7 +36,7 @@ async def upload(
         key = f"{prefix}/{record.name}"
         path = folder / record.name
         info = await store.put_file(key, path, part_bytes=policy.part_bytes, grant=grant)
-        await _verify(store, info, folder / record.name, record, policy.part_bytes)
+        await _verify(store, info, path, record, policy.part_bytes)
 
     async def manifest() -> None:
         entry = RankManifest(

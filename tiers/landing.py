@@ -67,8 +67,16 @@ class Landing(ABC):
         """Take the space; the numbers of the ranges that are there already."""
 
     def write(self, body: memoryview, offset: int) -> None:
-        """One call at a time: the kernel lets writers of one file spin for each other."""
-        _write(self.fd, body, offset)
+        """One call at a time: the kernel lets writers of one file spin for each other.
+
+        In steps: one large write makes the kernel look for large free pages, which are cold ones.
+        """
+        if write_steps is not None:
+            write_steps(self.fd, body, offset, _WRITE_BYTES, 0)
+            return
+        while body:
+            done = os.pwrite(self.fd, body[:_WRITE_BYTES], offset)
+            body, offset = body[done:], offset + done
 
     @abstractmethod
     def arrived(self, number: int) -> None:
@@ -168,16 +176,6 @@ class FileLanding(Landing):
                 self._record.remove()
         if self._record:
             self._record.close()
-
-
-def _write(fd: int, body: memoryview, offset: int) -> None:
-    """In steps: one large write makes the kernel look for large free pages, which are cold ones."""
-    if write_steps is not None:
-        write_steps(fd, body, offset, _WRITE_BYTES, 0)
-        return
-    while body:
-        done = os.pwrite(fd, body[:_WRITE_BYTES], offset)
-        body, offset = body[done:], offset + done
 
 
 def opened_again(fd: int) -> int:

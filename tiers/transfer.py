@@ -248,19 +248,17 @@ class _Fetch:
                 ended = anyio.Event()
 
         try:
-            async with anyio.create_task_group() as tasks:
-                with self._flow.in_ranges() as most:
+            with self._flow.in_ranges() as most:
+                async with anyio.create_task_group() as tasks:
                     for number, start in enumerate(range(0, size_bytes, range_bytes)):
                         end = min(start + range_bytes, size_bytes)
                         if number in there:
-                            await digest.written(start, end)
+                            tasks.start_soon(digest.written, start, end)
                             continue
                         while under_way >= most(self._ticket.cls):
                             await ended.wait()
                         under_way += 1
                         tasks.start_soon(one, number, start, end)
-                    while under_way:
-                        await ended.wait()
         except* (ForebayError, OSError) as errors:
             raise root_cause(errors) from None
         if md5:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sqlite3
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import obstore
 import pytest
 
+from forebay.benchmarks import jobs
 from forebay.benchmarks.jobs import follow, run_job
 from forebay.benchmarks.seaweed import S3Server
 from forebay.core.channel import ask
@@ -20,7 +20,6 @@ from forebay.core.errors import ForebayError, NotFound, TierFull
 from forebay.core.protocol import (
     AddPin,
     CancelJob,
-    DatasetReply,
     Done,
     DropPin,
     Evict,
@@ -140,12 +139,10 @@ def test_a_tenants_quota_holds(node: Node, make_dataset: MakeDataset):
     node.set(FOREBAY_STAGER__QUOTAS='{"small": "90KB"}')
     node.start()
     with node.connect() as channel:
-        reply, fds = channel.request(Register(url, tenant="small"), expect=DatasetReply)
-        for fd in fds:
-            os.close(fd)
+        dataset = jobs.register(channel, Register(url, tenant="small"))
         for shard in range(6):
-            read_shard(channel, reply.dataset, shard)
-            channel.request(ReleaseShard(reply.dataset.id, shard), expect=Done)
+            read_shard(channel, dataset, shard)
+            channel.request(ReleaseShard(dataset.id, shard), expect=Done)
             assert node.stager().held_bytes <= 90 * KB
         assert node.stager().evictions == 4
 
@@ -156,13 +153,11 @@ def test_a_tenants_quota_counts_what_is_on_its_way(node: Node, make_dataset: Mak
     node.set(FOREBAY_STAGER__QUOTAS='{"small": "90KB"}', FOREBAY_FAILPOINTS="landing.verified=delay:0.3")
     node.start()
     with node.connect() as channel:
-        reply, fds = channel.request(Register(url, tenant="small"), expect=DatasetReply)
-        for fd in fds:
-            os.close(fd)
+        dataset = jobs.register(channel, Register(url, tenant="small"))
 
     def read(shard: int) -> None:
         with node.connect() as channel:
-            assert read_shard(channel, reply.dataset, shard) == shard_bytes(shard, 3, 10 * KB)
+            assert read_shard(channel, dataset, shard) == shard_bytes(shard, 3, 10 * KB)
 
     threads = [threading.Thread(target=read, args=(shard,)) for shard in range(6)]
     for thread in threads:
