@@ -12,7 +12,8 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -135,7 +136,8 @@ class HotDisk:
     async def clear(self, reserved_for: str = _NOBODY) -> None:
         """Remove what was evicted, and for whom no fetch will do it."""
         if doomed := self._take_doomed(reserved_for):
-            await to_thread.run_sync(remove_all, doomed)
+            with self._left_for_the_sweep():
+                await to_thread.run_sync(remove_all, doomed)
 
     async def open(self, held: Held) -> int | None:
         """A descriptor of a staged object, or None: a file that is gone or damaged is a miss.
@@ -236,7 +238,8 @@ class HotDisk:
         """The fetch ended without a file; what it wrote so far may have stayed, and is counted."""
         self._reserved.pop(shard.id, None)
         if shard.id in self._doomed:
-            remove_all(self._take_doomed(shard.id))
+            with self._left_for_the_sweep():
+                remove_all(self._take_doomed(shard.id))
         kept_bytes = blocks_bytes(self.path(shard.id).with_name(f"{PARTIAL}{shard.id}"))
         if kept_bytes:
             self._partial[shard.id] = kept_bytes
@@ -259,14 +262,11 @@ class HotDisk:
     def evict(self, held: Held, reserved_for: str = _NOBODY) -> None:
         """Out of sight at once; to remove a large file takes time, so the next fetch or `clear` does it."""
         aside = temporary_beside(self.path(held.id))
-        try:
+        with self._left_for_the_sweep():
             failpoint("evict.chosen")
             self.path(held.id).rename(aside)
             failpoint("evict.aside")
             self._doomed.setdefault(reserved_for, {})[aside] = held.blocks_bytes
-        except OSError as err:
-            self.untidy = True
-            self.failed(err)
         self.forget(held)
         failpoint("evict.forgotten")
         self.evictions += 1
@@ -283,15 +283,11 @@ class HotDisk:
         log.error("staged file damaged", object=held.id, folder=str(self.folder))
         metrics.stager_damaged.inc()
         folder = self.folder / "forebay" / "quarantine"
-        try:
+        with self._left_for_the_sweep():
             folder.mkdir(exist_ok=True)
             self.path(held.id).rename(folder / f"{held.id}-{time.time_ns()}")
-            for old in sorted(folder.iterdir(), key=lambda path: path.name.rpartition("-")[2])[
-                :-_QUARANTINED
-            ]:
-                old.unlink()
-        except OSError as err:
-            self.failed(err)
+            kept = sorted(folder.iterdir(), key=lambda path: path.name.rpartition("-")[2])
+            remove_all(kept[:-_QUARANTINED])
         self.forget(held)
 
     def _keep_below_water(self) -> None:
@@ -323,8 +319,9 @@ class HotDisk:
         freed = 0
         while self._partial and freed < need_bytes:
             object_id, kept_bytes = self._partial.popitem()
-            for name in (f"{PARTIAL}{object_id}", f"{PARTIAL}{object_id}{RECORD}"):
-                self.path(object_id).with_name(name).unlink(missing_ok=True)
+            names = (f"{PARTIAL}{object_id}", f"{PARTIAL}{object_id}{RECORD}")
+            with self._left_for_the_sweep():
+                remove_all([self.path(object_id).with_name(name) for name in names])
             freed += kept_bytes
         return freed
 
@@ -339,6 +336,15 @@ class HotDisk:
         self.evictor.came(held.id)
 
     # Failing and coming back
+
+    @contextmanager
+    def _left_for_the_sweep(self) -> Iterator[None]:
+        """What cannot be moved or removed now is nobody's trouble but the disk's: it is swept later."""
+        try:
+            yield
+        except OSError as err:
+            self.untidy = True
+            self.failed(err)
 
     def failed(self, err: OSError) -> None:
         """Something went wrong here; only what tells of the disk counts against it."""

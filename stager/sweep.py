@@ -29,10 +29,10 @@ _OBJECT_NAME = re.compile(r"[0-9a-f]{32}")
 
 async def sweep(disk: HotDisk, catalog: Catalog) -> None:
     for folder in await to_thread.run_sync(_children, disk.root):
-        if folder.is_symlink() or not folder.is_dir():
+        if not stat.S_ISDIR(_mode(folder)):
             continue
         for path in await to_thread.run_sync(_children, folder):
-            if stat.S_ISREG(path.lstat().st_mode):
+            if stat.S_ISREG(_mode(path)):
                 await _settle(path, disk, catalog)
 
 
@@ -45,7 +45,7 @@ async def _settle(path: Path, disk: HotDisk, catalog: Catalog) -> None:
         object_id = name.removeprefix(PARTIAL).removesuffix(RECORD)
         if not _OBJECT_NAME.fullmatch(object_id) or disk.reserving(object_id):
             return
-        if catalog.get(object_id) or not path.with_name(f"{PARTIAL}{object_id}").exists():
+        if catalog.get(object_id) or not _mode(path.with_name(f"{PARTIAL}{object_id}")):
             _remove(path)
         elif not name.endswith(RECORD):
             disk.found_partial(object_id, blocks_bytes(path))
@@ -86,10 +86,20 @@ def _remove(path: Path) -> None:
     try:
         path.rename(aside)
         aside.unlink()
+    except FileNotFoundError:
+        return
     except OSError as err:
         log.warning("could not sweep", path=str(path), error=str(err))
         return
     log.info("swept", path=str(path))
+
+
+def _mode(path: Path) -> int:
+    """0 for what is gone: fetches and evictions go on meanwhile, and rename."""
+    try:
+        return path.lstat().st_mode
+    except OSError:
+        return 0
 
 
 def _children(folder: Path) -> list[Path]:

@@ -87,6 +87,11 @@ class Node:
     def stager(self) -> StagerStatus:
         return ask(self.settings.stager_socket, GetStatus(), expect=StagerStatus)
 
+    def tell(self) -> None:
+        """The last of what each daemon said; pytest shows it with a test that failed."""
+        for part in self._processes:
+            print(f"{part}:", *self.log(part).splitlines()[-40:], sep="\n")
+
     def close(self) -> None:
         for process in self._processes.values():
             if process.poll() is None:
@@ -101,6 +106,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     found = Node(folder, monkeypatch)
     yield found
     found.close()
+    found.tell()
     shutil.rmtree(folder)
 
 

@@ -39,6 +39,7 @@ from forebay.tiers.credentials import credential_provider
 from forebay.tiers.store import Grant, ObjectInfo, Store, check_key, md5_of_etag
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
 _S3_CODE = re.compile(r"<Code>(\w+)</Code>")
 _S3_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _UPLOAD_PARTS = 4
@@ -195,6 +196,11 @@ class ObjectStore(Store):
             return StoreBusy(f"{where}: the server answered {status}")
         if status is not None:
             return StoreError(f"{where}: {_reason(err)}")
+        if found := _CERTIFICATE.search(text):
+            return StoreUnreachable(
+                f"{where}: the certificate of {self._endpoint} is not trusted ({found[1]})",
+                hint="name the authority's certificates in ca_file of the [[source]]",
+            )
         if "error sending request" in text or "connect" in text.lower() or "timed out" in text.lower():
             return StoreUnreachable(f"{where}: no answer from {self._endpoint}")
         if "body" in text.lower() or "decod" in text.lower():
