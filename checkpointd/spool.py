@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
@@ -18,7 +20,7 @@ from forebay.checkpointd.arena import DATA_OFFSET, read_header
 from forebay.checkpointd.attempts import Attempt
 from forebay.checkpointd.layout import FileRecord, RankManifest
 from forebay.core.errors import CheckpointCorrupt
-from forebay.tiers.digest import StreamDigest
+from forebay.tiers.digest import digest_bytes
 from forebay.tiers.filesystem import (
     OWN_TEMPORARY,
     TEMPORARY,
@@ -26,10 +28,10 @@ from forebay.tiers.filesystem import (
     sync_directory,
     temporary_beside,
 )
+from forebay.tiers.landing import FileLanding
+from forebay.tiers.store import ObjectInfo
 
 log = structlog.get_logger()
-
-_STEP_BYTES = 16 << 20
 
 
 class Spool:
@@ -52,18 +54,16 @@ class Spool:
             if parent == self.root:
                 break
         name = layout.rank_file(attempt.rank)
-        temporary = temporary_beside(folder / name)
+        landing = FileLanding(folder / name, direct=True, durable=True)
         try:
-            with temporary.open("xb", buffering=0) as file:
-                os.posix_fallocate(file.fileno(), 0, attempt.size_bytes)
-                digest = _copy(arena_fd, file.fileno(), attempt.size_bytes)
-                os.fsync(file.fileno())
+            landing.begin(ObjectInfo(name, attempt.size_bytes, attempt.attempt), sys.maxsize)
+            digest = _drain(arena_fd, landing, attempt.size_bytes)
             header = read_header(arena_fd)
             if (header.generation, header.attempt) != (generation, attempt.attempt):
                 raise CheckpointCorrupt("the arena was written to again before it was on disk")
-            temporary.rename(folder / name)
+            landing.publish(digest)
         finally:
-            temporary.unlink(missing_ok=True)
+            landing.close(keep=False)
         record = FileRecord(name, attempt.size_bytes, digest)
         manifest = RankManifest(
             attempt.run, attempt.step, attempt.attempt, attempt.rank, attempt.world_size, record
@@ -110,20 +110,20 @@ class Spool:
 _OURS = re.compile(rf"(rank-\d{{5}}\.(safetensors|manifest\.json)(\.damaged)?|{re.escape(TEMPORARY)}.*)")
 
 
-def _copy(source: int, target: int, size_bytes: int) -> str:
-    """Arena to file, digested on the way; the length is fixed and sealed, so the map is safe."""
-    digest = StreamDigest()
+def _drain(arena_fd: int, landing: FileLanding, size_bytes: int) -> str:
+    """Arena to file, digested meanwhile; the length is fixed and sealed, so the map is safe.
+
+    The arena is page-aligned, so the disk takes it from where it is: the trainer's cached pages stay.
+    """
     with (
-        mmap.mmap(source, DATA_OFFSET + size_bytes, prot=mmap.PROT_READ) as arena,
+        mmap.mmap(arena_fd, DATA_OFFSET + size_bytes, prot=mmap.PROT_READ) as arena,
         memoryview(arena) as view,
+        view[DATA_OFFSET:] as body,
+        ThreadPoolExecutor(1) as beside,
     ):
-        for start in range(0, size_bytes, _STEP_BYTES):
-            with view[DATA_OFFSET + start : DATA_OFFSET + min(start + _STEP_BYTES, size_bytes)] as part:
-                digest.update(part)
-                done = 0
-                while done < len(part):
-                    done += os.pwrite(target, part[done:], start + done)
-    return digest.xxh3
+        digest = beside.submit(digest_bytes, body)
+        landing.write(body, 0)
+        return digest.result()
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -262,7 +262,8 @@ static PyObject *write_steps(PyObject *self, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "iy*Lnn", &fd, &body, &offset, &step, &align))
         return NULL;
-    if (align)
+    /* Memory that is aligned already needs no copy. */
+    if (align && ((uintptr_t)body.buf % align || step % align))
         failed = posix_memalign(&aligned, (size_t)align, (size_t)step);
     Py_BEGIN_ALLOW_THREADS;
     while (done < body.len && !failed) {

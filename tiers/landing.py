@@ -19,7 +19,7 @@ import msgspec
 
 from forebay.core.failpoint import failpoint
 from forebay.core.service import boot_id
-from forebay.tiers.filesystem import temporary_beside
+from forebay.tiers.filesystem import sync_directory, temporary_beside
 from forebay.tiers.store import ObjectInfo
 
 try:
@@ -97,15 +97,23 @@ class FileLanding(Landing):
     """A file that has its final name only when it is whole."""
 
     def __init__(
-        self, final: Path, tenant: str = "", clear: Sequence[Path] = (), *, direct: bool = False
+        self,
+        final: Path,
+        tenant: str = "",
+        clear: Sequence[Path] = (),
+        *,
+        direct: bool = False,
+        durable: bool = False,
     ) -> None:
         """`clear` are files whose space this one is to have: removed first, where that may block.
 
-        `direct`: nobody reads it soon, so it need not go through the page cache.
+        `direct`: nobody reads it soon, so it need not go through the page cache. `durable`: once published
+        it survives a power cut (fsync of the file, then of its directory).
         """
         self.final = final
         self._clear = clear
         self._direct = direct
+        self._durable = durable
         self._direct_fd = -1
         self._tenant = tenant
         self._temporary = temporary_beside(final)
@@ -161,8 +169,12 @@ class FileLanding(Landing):
         with suppress(OSError):
             os.setxattr(self.fd, XATTR, msgspec.msgpack.encode(note))
         failpoint("landing.noted")
+        if self._durable:
+            os.fsync(self.fd)
         self._temporary.rename(self.final)
         failpoint("landing.renamed")
+        if self._durable:
+            sync_directory(self.final.parent)
         return Fetched(self._size_bytes, stat.st_blocks * 512, digest, path=self.final)
 
     def close(self, *, keep: bool) -> None:
