@@ -10,14 +10,40 @@ from forebay.api import render
 from forebay.api.staging import AsJson
 from forebay.core.channel import ask
 from forebay.core.config import Settings
-from forebay.core.protocol import Checkpoint, Checkpoints, ListCheckpoints, VerifyCheckpoints
-from forebay.core.units import format_bytes
+from forebay.core.errors import InvalidRequest
+from forebay.core.protocol import (
+    LEVELS,
+    Checkpoint,
+    CheckpointOpened,
+    Checkpoints,
+    Done,
+    Flush,
+    Flushed,
+    Keep,
+    ListCheckpoints,
+    OpenCheckpoint,
+    PinCheckpoint,
+    Prune,
+    VerifyCheckpoints,
+)
+from forebay.core.units import format_bytes, parse_duration
 
 app = typer.Typer(help="Look at checkpoints: in the spool of this node, and upstream.", no_args_is_help=True)
 
 Upstream = Annotated[str | None, typer.Option(help="URL that the run saves to.")]
 
 _READ_S = 3600.0
+_GRACE_S = 10.0
+
+
+class Duration:
+    """A length of time on the command line."""
+
+    def __init__(self, text: str) -> None:
+        try:
+            self.seconds = parse_duration(text)
+        except ValueError as err:
+            raise typer.BadParameter(str(err)) from err
 
 
 @app.command("ls")
@@ -46,6 +72,97 @@ def verify(
     if not found.checkpoints:
         render.err.print(f"there is no checkpoint of {run}", style="red")
     if not found.checkpoints or any(c.problem for c in found.checkpoints):
+        raise typer.Exit(1)
+
+
+@app.command()
+def where(
+    run: Annotated[str, typer.Argument(help="The run.")],
+    step: Annotated[int | None, typer.Option(help="This step; the newest if not given.")] = None,
+    upstream: Upstream = None,
+    json: AsJson = False,
+) -> None:
+    """What a restore on this node would take, and which tiers have each rank's file."""
+    request = OpenCheckpoint(run, upstream, step, look=True)
+    opened = ask(Settings.load().checkpoint_socket, request, expect=CheckpointOpened, timeout_s=_READ_S)
+    if json:
+        render.print_json(opened)
+        return
+    for reason in opened.skipped:
+        render.err.print(f"passed over: {reason}", style="yellow")
+    rows = [(file.name, format_bytes(file.size_bytes), " > ".join(file.tiers)) for file in opened.files]
+    title = f"{run} step {opened.checkpoint.step} attempt {opened.checkpoint.attempt}"
+    render.print_table(("FILE", "SIZE", "FROM"), rows, title=title)
+
+
+@app.command()
+def prune(
+    run: Annotated[str, typer.Argument(help="The run.")],
+    upstream: Upstream = None,
+    last: Annotated[int | None, typer.Option(min=0, help="Keep so many of the newest.")] = None,
+    every: Annotated[int | None, typer.Option(min=1, help="Keep steps that this divides.")] = None,
+    best: Annotated[int | None, typer.Option(min=0, help="Keep so many of the best by --metric.")] = None,
+    metric: Annotated[str, typer.Option(help="Name of a metric given to `save`.")] = "",
+    highest: Annotated[bool, typer.Option(help="The best have the highest metric, not the lowest.")] = False,
+    age: Annotated[Duration | None, typer.Option(parser=Duration, help="Keep younger ones: 12h, 7d.")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove checkpoints that no rule keeps; never the newest, nor a pinned one.
+
+    Upstream when --upstream is given, else in the spool of this node.
+    """
+    if (last, every, best, age) == (None, None, None, None):
+        raise InvalidRequest("no rule says what to keep", hint="--last, --every, --best or --age")
+    keep = Keep(last, every, best, metric, "max" if highest else "min", age.seconds if age else None)
+    request = Prune(run, upstream, keep, dry_run)
+    gone = ask(Settings.load().checkpoint_socket, request, expect=Checkpoints, timeout_s=_READ_S).checkpoints
+    if not json:
+        render.out.print(f"{len(gone)} {'would go' if dry_run else 'removed'}")
+    _print(gone, json)
+
+
+@app.command()
+def pin(
+    run: Annotated[str, typer.Argument(help="The run.")],
+    step: Annotated[int, typer.Argument(help="The step.")],
+    upstream: Upstream = None,
+) -> None:
+    """Retention leaves this checkpoint alone."""
+    ask(Settings.load().checkpoint_socket, PinCheckpoint(run, upstream, step), expect=Done)
+
+
+@app.command()
+def unpin(
+    run: Annotated[str, typer.Argument(help="The run.")],
+    step: Annotated[int, typer.Argument(help="The step.")],
+    upstream: Upstream = None,
+) -> None:
+    """Retention may take it again."""
+    ask(Settings.load().checkpoint_socket, PinCheckpoint(run, upstream, step, pinned=False), expect=Done)
+
+
+@app.command()
+def flush(
+    deadline: Annotated[Duration, typer.Option(parser=Duration, help="Longest time: 25s, 2m.")],
+    level: Annotated[str, typer.Option(help="How far: local, durable or committed.")] = "committed",
+    json: AsJson = False,
+) -> None:
+    """Before the node goes: bring what is absorbed to safety, the newest first, as far as time allows.
+
+    Exit status 1 when something did not get that far.
+    """
+    if level not in LEVELS:
+        raise InvalidRequest(f"there is no level {level!r}", hint=", ".join(LEVELS))
+    request = Flush(level, deadline.seconds)
+    timeout_s = deadline.seconds + _GRACE_S
+    flushed = ask(Settings.load().checkpoint_socket, request, expect=Flushed, timeout_s=timeout_s).attempts
+    if json:
+        render.print_json(flushed)
+    else:
+        rows = [(a.run, a.step, a.rank, format_bytes(a.size_bytes), a.level, a.error or "") for a in flushed]
+        render.print_table(("RUN", "STEP", "RANK", "SIZE", "LEVEL", "PROBLEM"), rows)
+    if any(a.error or LEVELS.index(a.level) < LEVELS.index(level) for a in flushed):
         raise typer.Exit(1)
 
 

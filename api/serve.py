@@ -29,7 +29,8 @@ Part = Literal["stager", "checkpoint", "api"]
 PARTS: tuple[Part, ...] = ("stager", "checkpoint", "api")
 
 _START_S = 30.0
-_STOP_S = 10.0
+# Longer than a daemon takes to bring what is in memory to the disk (checkpoint.drain_s).
+_STOP_S = 40.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _STEADY_S = 10.0
@@ -46,9 +47,10 @@ def serve(part: Part, settings: Settings) -> None:
         stagerd = Stagerd(settings)
         service.run(name, stagerd.main, drain=stagerd.drain, reload=stagerd.reload)
     elif part == "checkpoint":
-        from forebay.checkpointd.daemon import main
+        from forebay.checkpointd.daemon import Checkpointd
 
-        service.run(name, lambda: main(settings))
+        checkpointd = Checkpointd(settings)
+        service.run(name, checkpointd.main, drain=checkpointd.drain)
     else:
         service.run(name, lambda: _serve_api(settings))
 

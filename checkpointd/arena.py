@@ -85,6 +85,15 @@ def read_header(fd: int) -> ArenaHeader:
     return ArenaHeader(generation, size_bytes, attempt.rstrip(b"\0").decode())
 
 
+def holds(fd: int, attempt: str, generation: int) -> bool:
+    """That very snapshot, whole."""
+    try:
+        header = read_header(fd)
+    except CheckpointCorrupt:
+        return False
+    return (header.attempt, header.generation) == (attempt, generation)
+
+
 def _check_memory(need_bytes: int) -> None:
     """Said before the first save, not by the OOM killer during it (F12)."""
     for line in Path("/proc/meminfo").read_text().splitlines():

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import secrets
+import time
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch
-import torch.distributed as dist
 
-from forebay.checkpointd.container import SKELETON, OpenContainer, lay_out
-from forebay.checkpointd.handover import Handover, SaveHandle, Target
-from forebay.checkpointd.layout import check_attempt, check_run, rank_file
+from forebay.checkpointd import agree
+from forebay.checkpointd.container import SKELETON, lay_out
+from forebay.checkpointd.handover import Handover, OnError, SaveHandle, Target
+from forebay.checkpointd.layout import check_attempt, check_run
+from forebay.checkpointd.load import Into
+from forebay.checkpointd.reader import Reader
 from forebay.checkpointd.state import Flattened, unflatten
-from forebay.core.channel import Channel
 from forebay.core.config import Settings
-from forebay.core.errors import InvalidRequest, NoCheckpoint
-from forebay.core.protocol import (
-    AttemptStatus,
-    Checkpoint,
-    CheckpointOpened,
-    Checkpoints,
-    Done,
-    Level,
-    ListCheckpoints,
-    OpenCheckpoint,
-    OpenFile,
-)
-
-log = logging.getLogger("forebay.checkpointd")
+from forebay.core.errors import CheckpointCorrupt, InvalidRequest, UnsupportedValue
+from forebay.core.protocol import About, AttemptStatus, Checkpoint, CheckpointOpened, Keep, Level
 
 __all__ = ["Checkpointer", "SaveHandle"]
 
-_READ_S = 3600.0
+Policy = Literal["block", "skip", "fail"]
 
 
 class Checkpointer:
@@ -47,6 +36,11 @@ class Checkpointer:
     session: what all ranks of one start of the job have in common; broadcast by rank 0 when
         torch.distributed is initialised, to be given otherwise when there are several ranks.
     buffers: snapshots that may wait for the disk at once, each as large as the state.
+    policy: when all buffers still wait for the disk, `block` until one is free (checkpoint.wait_s at
+        most), `skip` this save (all ranks agree on it), or `fail` it.
+    on_error: what becomes of a save that failed after it returned: `raise` at the next call, `warn` in
+        the log, or a number: raise when so many in a row have failed.
+    keep: which checkpoints stay upstream; all of them by default.
     """
 
     def __init__(
@@ -58,16 +52,23 @@ class Checkpointer:
         world_size: int | None = None,
         session: str | None = None,
         buffers: int = 2,
+        policy: Policy = "block",
+        on_error: OnError = "raise",
+        keep: Keep | None = None,
     ) -> None:
         self.run = check_run(run)
         self.upstream = upstream
-        together = dist.is_available() and dist.is_initialized()
-        self.rank = (dist.get_rank() if together else 0) if rank is None else rank
-        self.world_size = (dist.get_world_size() if together else 1) if world_size is None else world_size
-        self._session = check_attempt(session or _agree_on_session(self.world_size, together))
+        self.rank, self.world_size = agree.place(rank, world_size)
+        self._session = check_attempt(session or agree.session(self.world_size))
+        self._policy = policy
+        self._keep = keep or Keep()
         self._saves = 0
         self._settings = Settings.load()
-        self._handover = Handover(self._settings, buffers)
+        self._handover = Handover(self._settings, buffers, on_error)
+        self._reader = Reader(self._settings, run, upstream)
+        self._every_steps: int | None = None
+        self._every_s: float | None = None
+        self._last_at = time.monotonic()
 
     def prepare(self, state: Any) -> None:
         """Reserve and touch the memory of later saves, so that the first is as fast as the others.
@@ -77,20 +78,52 @@ class Checkpointer:
         flat = Flattened(state)
         self._handover.prepare(lay_out(flat.tensors, _metadata(flat)).size_bytes)
 
-    def save(self, step: int, state: Any) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle:
         """Absorb a snapshot and return; the daemon makes it durable and commits it.
 
         Later changes of the tensors cannot change what is saved. Every rank calls it for every step.
+        `metadata` (plain JSON) and `metrics` (for Keep's `best`) are kept in the commit, rank 0's.
         Raises UnsupportedValue, DaemonUnavailable; SaveFailed when an earlier save has failed since.
         """
+        about = _about(metadata, metrics, self._keep)
         flat = Flattened(state)
         container = lay_out(flat.tensors, _metadata(flat))
         self._saves += 1
+        self._last_at = time.monotonic()
         attempt = f"{self._session}-{self._saves:06d}"
-        target = Target(self.run, step, attempt, self.rank, self.world_size, self.upstream)
+        target = Target(self.run, step, attempt, self.rank, self.world_size, self.upstream, about)
+        self._handover.report_failure()
+        if self._policy != "block" and any(agree.gather(not self._handover.free())):
+            return self._handover.refuse(target, self._policy == "skip")
         return self._handover.send(
             target, container.size_bytes, lambda into: container.fill(into, flat.tensors)
         )
+
+    def every(self, *, steps: int | None = None, seconds: float | None = None) -> Checkpointer:
+        """How often `due` says yes: each so many steps, or when so much time has passed.
+
+        By seconds, rank 0 decides at each call of `due`, which is then a collective.
+        """
+        if (steps is not None and steps < 1) or (seconds is not None and seconds <= 0):
+            raise InvalidRequest(f"every(steps={steps}, seconds={seconds})", hint="numbers above 0")
+        self._every_steps, self._every_s = steps, seconds
+        return self
+
+    def due(self, step: int) -> bool:
+        """It is time to save, the same on every rank."""
+        if self._every_steps is not None and step > 0 and step % self._every_steps == 0:
+            return True
+        if self._every_s is None:
+            return False
+        late = time.monotonic() - self._last_at >= self._every_s
+        return bool(agree.broadcast(late)) if agree.together() else late
 
     def wait(self, level: Level = "committed", timeout_s: float | None = None) -> AttemptStatus | None:
         """Wait for the last save; None when there was none. Raises SaveFailed, WaitTimeout."""
@@ -98,11 +131,11 @@ class Checkpointer:
 
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint whose files are all there; None when there is none."""
-        with self._connect() as channel:
-            listed, _ = channel.request(
-                ListCheckpoints(self.run, self.upstream), expect=Checkpoints, timeout_s=_READ_S
-            )
-        return next((c for c in listed.checkpoints if c.problem is None), None)
+        return self._reader.latest()
+
+    def preview(self, step: int | None = None) -> CheckpointOpened:
+        """What `restore` would take, and which tiers have each file. Raises NoCheckpoint."""
+        return self._reader.preview(step)
 
     def restore(
         self,
@@ -110,34 +143,30 @@ class Checkpointer:
         *,
         rank: int | None = None,
         map_location: str | torch.device = "cpu",
+        into: Any = None,
+        strict: bool = True,
     ) -> tuple[int, Any]:
         """(step, state) of the newest checkpoint whose every digest fits, or of the given step.
 
-        From the spool when it is there, else from upstream; older ones when newer ones are damaged,
-        and that is said. With torch.distributed all ranks restore what rank 0 found. `rank` restores
-        another rank's state. Raises NoCheckpoint, CheckpointCorrupt.
+        into: a state whose tensors are filled where they are; what is no tensor is returned anew.
+            `strict` demands that it has exactly the tensors that were saved, in their shapes.
+        rank: another rank's state. When torch.distributed is initialised, every rank calls it, and all
+            take the same checkpoint, one that each of them could read.
+        Raises NoCheckpoint, CheckpointCorrupt; InvalidRequest when `into` does not fit.
         """
-        with self._connect() as channel:
-            opened = self._choose(channel, step)
-            for reason in opened.skipped:
-                log.warning("passed over: %s", reason)
-            checkpoint = opened.checkpoint
-            name = rank_file(self.rank if rank is None else rank)
-            if name not in opened.names:
-                raise NoCheckpoint(
-                    f"{self.run} at step {checkpoint.step} was saved by {checkpoint.world_size} ranks, "
-                    f"there is no {name}",
-                    hint="restore(rank=0) reads another rank's state; "
-                    "torch.distributed.checkpoint with ForebayReader reshards",
-                )
-            request = OpenFile(self.run, checkpoint.step, checkpoint.attempt, name)
-            _, (fd,) = channel.request(request, expect=Done, timeout_s=_READ_S)
-        try:
-            container = OpenContainer(fd, name)
-            tensors = {n: container.tensor(n).to(map_location) for n in container.names}
-            return checkpoint.step, unflatten(container.skeleton(), tensors)
-        finally:
-            os.close(fd)
+        targets = Flattened(into).tensors if into is not None else {}
+        wanted = Into(targets, strict and into is not None)
+        opened, loaded = self._reader.restore(step, self.rank if rank is None else rank, wanted)
+        if SKELETON not in loaded.metadata:
+            raise CheckpointCorrupt(
+                f"{self.run} at step {opened.checkpoint.step} holds bare tensors, no state",
+                hint="it was saved through torch.distributed.checkpoint: load it with ForebayReader",
+            )
+        tensors = {
+            name: tensor if name in targets else tensor.to(map_location)
+            for name, tensor in loaded.tensors.items()
+        }
+        return opened.checkpoint.step, unflatten(json.loads(loaded.metadata[SKELETON]), tensors)
 
     def close(self) -> None:
         """Raises SaveFailed when the last save has failed and nothing has said so yet."""
@@ -154,46 +183,14 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _connect(self) -> Channel:
-        return Channel.connect(self._settings.checkpoint_socket, "trainer")
-
-    def _choose(self, channel: Channel, step: int | None) -> CheckpointOpened:
-        attempt = None
-        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if together and dist.get_rank() > 0:
-            step, attempt = _broadcast(None)
-        try:
-            request = OpenCheckpoint(self.run, self.upstream, step, attempt)
-            opened, _ = channel.request(request, expect=CheckpointOpened, timeout_s=_READ_S)
-        except BaseException:
-            # The others wait for rank 0's answer: let them look for themselves and fail likewise.
-            if together and dist.get_rank() == 0:
-                _broadcast((step, None))
-            raise
-        if together and dist.get_rank() == 0:
-            _broadcast((opened.checkpoint.step, opened.checkpoint.attempt))
-        return opened
-
 
 def _metadata(flat: Flattened) -> dict[str, str]:
     return {SKELETON: json.dumps(flat.skeleton, separators=(",", ":"))}
 
 
-def _agree_on_session(world_size: int, together: bool) -> str:
-    own = secrets.token_hex(6)
-    if world_size == 1:
-        return own
-    if not together:
-        raise InvalidRequest(
-            f"{world_size} ranks, but torch.distributed is not initialised",
-            hint="initialise it first, or pass the same new session= on every rank",
-        )
-    agreed: str = _broadcast(own)
-    return agreed
-
-
-def _broadcast(value: Any) -> Any:
-    """Rank 0's value on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+def _about(metadata: Mapping[str, Any] | None, metrics: Mapping[str, float] | None, keep: Keep) -> About:
+    try:
+        plain = msgspec.json.decode(msgspec.json.encode(dict(metadata or {})), type=dict[str, Any])
+        return About(plain, {name: float(value) for name, value in (metrics or {}).items()}, keep)
+    except (TypeError, ValueError) as err:
+        raise UnsupportedValue(f"metadata or metrics cannot be kept: {err}", hint="plain JSON") from err

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import msgspec
 
 from forebay.checkpointd import layout
 from forebay.checkpointd.layout import Commit, RankManifest
-from forebay.core.errors import AlreadyExists, CheckpointCorrupt, ObjectChanged, ObjectNotFound
+from forebay.core.errors import (
+    AlreadyExists,
+    BucketNotFound,
+    CheckpointCorrupt,
+    ObjectChanged,
+    ObjectNotFound,
+)
+from forebay.core.protocol import About
 from forebay.tiers.store import ObjectInfo, Store
 
 
@@ -26,7 +34,7 @@ async def try_commit(store: Store, run: str, step: int, attempt: str, world_size
     commit_key = f"{prefix}/{layout.COMMIT}"
     if commit_key in objects:
         return await _read(store, objects[commit_key], run, step, attempt)
-    files = []
+    files, about = [], About()
     for rank in range(world_size):
         manifest_info = objects.get(f"{prefix}/{layout.rank_manifest(rank)}")
         if manifest_info is None:
@@ -40,7 +48,8 @@ async def try_commit(store: Store, run: str, step: int, attempt: str, world_size
                 f"{store.url}/{prefix}/{manifest.file.name} is not what its manifest says"
             )
         files.append(manifest.file)
-    commit = Commit(run, step, attempt, world_size, files, time.time())
+        about = about if rank else manifest.about
+    commit = Commit(run, step, attempt, world_size, files, time.time(), about)
     try:
         await store.put(commit_key, layout.encode(commit), if_absent=True)
     except AlreadyExists:
@@ -54,15 +63,27 @@ async def missing_ranks(store: Store, run: str, step: int, attempt: str, world_s
     return [r for r in range(world_size) if f"{prefix}/{layout.rank_manifest(r)}" not in there]
 
 
-async def find_commits(store: Store, run: str) -> list[tuple[Commit | None, str | None, int, str]]:
-    """(commit, problem, step, attempt) of every COMMIT.json of a run, newest step first.
+@dataclass(frozen=True)
+class Found:
+    """A COMMIT.json. `there`: names and sizes of the files beside it that are as it says.
 
-    A commit whose files are missing or have another size has a problem, and no reader should use it.
+    With a `problem` the checkpoint is not whole here, and no reader should take it from here alone.
     """
-    found: list[tuple[Commit | None, str | None, int, str]] = []
+
+    step: int
+    attempt: str
+    commit: Commit | None
+    problem: str | None
+    there: frozenset[str] = frozenset()
+    pinned: bool = False
+
+
+async def find_commits(store: Store, run: str) -> list[Found]:
+    """Every commit of a run, newest step first."""
+    found: list[Found] = []
     try:
         objects = {info.key: info async for info in store.list(f"{layout.check_run(run)}/")}
-    except ObjectNotFound:
+    except (ObjectNotFound, BucketNotFound):
         return []
     for key, info in objects.items():
         place = layout.parse_commit_key(key)
@@ -75,16 +96,19 @@ async def find_commits(store: Store, run: str) -> list[tuple[Commit | None, str 
             # Retention took it between the listing and the look.
             continue
         except CheckpointCorrupt as err:
-            found.append((None, err.message, step, attempt))
+            found.append(Found(step, attempt, None, err.message))
             continue
         prefix = layout.folder(run, step, attempt)
-        problems = [
-            f"{file.name} is missing or has another size"
+        there = {
+            file.name
             for file in commit.files
-            if (there := objects.get(f"{prefix}/{file.name}")) is None or there.size_bytes != file.size_bytes
-        ]
-        found.append((commit, "; ".join(problems) or None, step, attempt))
-    return sorted(found, key=lambda item: (item[2], item[0].committed_at if item[0] else 0.0), reverse=True)
+            if (at := objects.get(f"{prefix}/{file.name}")) is not None and at.size_bytes == file.size_bytes
+        }
+        missing = [file.name for file in commit.files if file.name not in there]
+        problem = f"{', '.join(missing[:3])}: missing or of another size" if missing else None
+        pinned = f"{prefix}/{layout.PIN}" in objects
+        found.append(Found(step, attempt, commit, problem, frozenset(there), pinned))
+    return sorted(found, key=lambda at: (at.step, at.commit.committed_at if at.commit else 0.0), reverse=True)
 
 
 async def _read(store: Store, info: ObjectInfo, run: str, step: int, attempt: str) -> Commit:

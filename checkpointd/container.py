@@ -7,6 +7,7 @@ gaps). Written by hand because the library serialises into memory of its own; re
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,32 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
         start, end = entries[name]["data_offsets"]
         slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start + len(header), end + len(header)))
     return Container(header, tuple(slots), len(header) + offset)
+
+
+def parse_header(head: bytes, size_bytes: int) -> tuple[list[Slot], dict[str, str]]:
+    """Slots in order of the file, and its metadata; `head` is everything before the first slot.
+
+    Raises ValueError, KeyError or TypeError unless the slots fill the file exactly.
+    """
+    entries = json.loads(head[8:])
+    metadata = entries.pop("__metadata__", {})
+    dtypes = {spelled: dtype for dtype, spelled in _DTYPES.items()}
+    slots = []
+    for name, entry in entries.items():
+        start, end = entry["data_offsets"]
+        slot = Slot(name, dtypes[entry["dtype"]], tuple(entry["shape"]), start + len(head), end + len(head))
+        if min(slot.shape, default=0) < 0 or end - start != math.prod(slot.shape) * slot.dtype.itemsize:
+            raise ValueError(f"{name} has {end - start} bytes for shape {slot.shape}")
+        slots.append(slot)
+    slots.sort(key=lambda slot: (slot.start, slot.end))
+    at = len(head)
+    for slot in slots:
+        if slot.start != at:
+            raise ValueError(f"{slot.name} begins at {slot.start}, not at {at}")
+        at = slot.end
+    if at != size_bytes:
+        raise ValueError(f"the tensors end at {at}, the file at {size_bytes}")
+    return slots, metadata
 
 
 class OpenContainer:

@@ -57,7 +57,7 @@ from forebay.core.protocol import (
     AttemptStatus,
     Checkpoint,
     CheckpointOpened,
-    Done,
+    FileReady,
     Level,
     OpenCheckpoint,
     OpenFile,
@@ -126,6 +126,7 @@ class ForebayWriter(StorageWriter):
             self._handover = Handover(Settings.load(), buffers=2)
         named: _Attempt = plan.storage_data
         target = Target(self.run, self.step, named.id, self._rank, named.world_size, self.upstream)
+        self._handover.report_failure()
         self._last = self._handover.send(
             target, container.size_bytes, lambda into: container.fill(into, tensors)
         )
@@ -253,12 +254,12 @@ class ForebayReader(StorageReader):
 
     def _open_files(self) -> None:
         with Channel.connect(Settings.load().checkpoint_socket, "trainer") as channel:
-            request = OpenCheckpoint(self.run, self.upstream, self.step)
+            request = OpenCheckpoint(self.run, self.upstream, self.step, verify=True)
             opened, _ = channel.request(request, expect=CheckpointOpened, timeout_s=_READ_S)
             self.checkpoint = opened.checkpoint
-            for name in opened.names:
+            for name in [file.name for file in opened.files]:
                 ask_file = OpenFile(self.run, opened.checkpoint.step, opened.checkpoint.attempt, name)
-                _, (fd,) = channel.request(ask_file, expect=Done, timeout_s=_READ_S)
+                _, (fd,) = channel.request(ask_file, expect=FileReady, timeout_s=_READ_S)
                 try:
                     self._files[name] = OpenContainer(fd, name)
                 finally:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from forebay.checkpointd.arena import DATA_OFFSET, Arena
 from forebay.core.channel import Channel, ask
 from forebay.core.config import Settings
-from forebay.core.errors import DaemonUnavailable, NotFound, SaveFailed
-from forebay.core.protocol import Absorb, Absorbed, AttemptStatus, Level, WaitLevel
+from forebay.core.errors import DaemonUnavailable, NotFound, SaveFailed, WaitTimeout
+from forebay.core.protocol import About, Absorb, Absorbed, AttemptStatus, Done, Farewell, Level, WaitLevel
 
 log = logging.getLogger("forebay.checkpointd")
 
 # Beyond the daemon's own limit, so that its error comes first.
 _GRACE_S = 15.0
+_BUSY = "the snapshots before it still wait for the disk"
+
+OnError = Literal["raise", "warn"] | int
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,19 @@ class Target:
     rank: int
     world_size: int
     upstream: str | None
+    about: About = field(default_factory=About)
 
 
 class SaveHandle:
-    """A save that has been absorbed. The word `saved` is for those that waited."""
+    """A save that has been absorbed. The word `saved` is for those that waited.
 
-    def __init__(self, settings: Settings, target: Target) -> None:
+    `skipped`: the policy left this one out; to wait for it is an error.
+    """
+
+    def __init__(self, settings: Settings, target: Target, *, skipped: bool = False) -> None:
         self._settings = settings
         self.target = target
+        self.skipped = skipped
 
     def status(self) -> AttemptStatus:
         """How far it is, now."""
@@ -55,6 +65,8 @@ class SaveHandle:
         return status
 
     def _ask(self, level: Level, timeout_s: float) -> AttemptStatus:
+        if self.skipped:
+            raise SaveFailed(f"step {self.target.step} of {self.target.run} was skipped: {_BUSY}")
         request = WaitLevel(self.target.run, self.target.attempt, self.target.rank, level, timeout_s)
         socket = self._settings.checkpoint_socket
         try:
@@ -83,8 +95,10 @@ class _Buffer:
 class Handover:
     """The arenas of one rank, used in turn: a save waits only for the one `buffers` before it."""
 
-    def __init__(self, settings: Settings, buffers: int) -> None:
+    def __init__(self, settings: Settings, buffers: int, on_error: OnError = "raise") -> None:
         self._settings = settings
+        self._on_error = on_error
+        self._strikes = 0
         self._buffers = [_Buffer() for _ in range(buffers)]
         self._next = 0
         self._channel: Channel | None = None
@@ -97,11 +111,7 @@ class Handover:
                 buffer.fit(size_bytes)
 
     def send(self, target: Target, size_bytes: int, fill: Callable[[torch.Tensor], None]) -> SaveHandle:
-        """Copy by `fill`, hand over. Returns when checkpointd owns the snapshot (C1).
-
-        Raises SaveFailed for the first earlier save that failed and has not been reported (C6).
-        """
-        self.report_failure()
+        """Copy by `fill`, hand over. Returns when checkpointd owns the snapshot (C1)."""
         buffer = self._buffers[self._next]
         self._wait_free(buffer)
         self._next = (self._next + 1) % len(self._buffers)
@@ -117,18 +127,48 @@ class Handover:
             target.world_size,
             generation,
             target.upstream,
+            target.about,
         )
         self._deliver(request, arena.fd)
         buffer.busy = self.last = SaveHandle(self._settings, target)
         return self.last
 
+    def free(self) -> bool:
+        """The next save would not have to wait for the disk."""
+        busy = self._buffers[self._next].busy
+        if busy is None:
+            return True
+        status = self._status(busy)
+        return status is None or status.level != "absorbed" or status.error is not None
+
+    def refuse(self, target: Target, skip: bool) -> SaveHandle:
+        """What becomes of a save that would have to wait. Raises SaveFailed unless it may be skipped."""
+        if not skip:
+            raise SaveFailed(f"step {target.step} of {target.run} was not saved: {_BUSY}")
+        log.warning("step %d of %s is skipped: %s", target.step, target.run, _BUSY)
+        return SaveHandle(self._settings, target, skipped=True)
+
     def report_failure(self) -> None:
-        if self.last and (status := self._status(self.last)) and status.error:
-            self.last = None
-            raise _failed(status)
+        """The last save failed after it returned: said once, as `on_error` wants it (C6)."""
+        if not self.last:
+            return
+        status = self._status(self.last)
+        if status is None or not status.error:
+            self._strikes = 0 if status and status.level == "committed" else self._strikes
+            return
+        self.last = None
+        self._strikes += 1
+        error = _failed(status)
+        if self._on_error == "warn" or (isinstance(self._on_error, int) and self._strikes < self._on_error):
+            log.error("%s", error)
+            return
+        raise error
 
     def close(self) -> None:
         if self._channel:
+            # Its memory is given back at once; without a word it would wait for a successor.
+            with suppress(DaemonUnavailable, WaitTimeout):
+                self._channel.request(Farewell(), expect=Done)
             self._channel.close()
         for buffer in self._buffers:
             if buffer.arena:

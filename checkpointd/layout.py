@@ -3,6 +3,7 @@
     <run>/step-000000100/<attempt>/rank-00000.safetensors
                                    rank-00000.manifest.json
                                    COMMIT.json               written last
+                                   PIN.json                  retention leaves it alone
 
 A name from outside (a message, a manifest) is checked here before it becomes a path (C8).
 """
@@ -10,15 +11,19 @@ A name from outside (a message, a manifest) is checked here before it becomes a 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import msgspec
 
 from forebay.core.errors import CheckpointCorrupt, InvalidRequest
+from forebay.core.protocol import About
 
 COMMIT = "COMMIT.json"
+PIN = "PIN.json"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_FILE = re.compile(r"rank-\d{5}\.safetensors")
+_FILE = re.compile(r"rank-(?P<rank>\d{5})\.safetensors")
+_OURS = re.compile(r"rank-\d{5}\.(safetensors|manifest\.json)(\.damaged)?")
 _COMMIT_KEY = re.compile(r"(?:(?P<run>.+)/)?step-(?P<step>\d{9,})/(?P<attempt>[^/]+)/COMMIT\.json")
 
 
@@ -39,6 +44,7 @@ class RankManifest(msgspec.Struct, frozen=True):
     rank: int
     world_size: int
     file: FileRecord
+    about: About = About()
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -50,6 +56,7 @@ class Commit(msgspec.Struct, frozen=True):
     world_size: int
     files: list[FileRecord]
     committed_at: float
+    about: About = About()
 
     @property
     def size_bytes(self) -> int:
@@ -69,9 +76,20 @@ def check_attempt(attempt: str) -> str:
 
 
 def check_file(name: str) -> str:
-    if not _FILE.fullmatch(name):
-        raise InvalidRequest(f"{name!r} is no file of a checkpoint")
+    rank_of(name)
     return name
+
+
+def rank_of(name: str) -> int:
+    found = _FILE.fullmatch(name)
+    if not found:
+        raise InvalidRequest(f"{name!r} is no file of a checkpoint")
+    return int(found["rank"])
+
+
+def is_ours(name: str) -> bool:
+    """Of the files in an attempt's folder, what Forebay may remove."""
+    return bool(_OURS.fullmatch(name))
 
 
 def folder(run: str, step: int, attempt: str) -> str:
@@ -106,6 +124,14 @@ def read_commit(data: bytes, where: str, run: str, step: int, attempt: str) -> C
     if names != [rank_file(rank) for rank in range(commit.world_size)]:
         raise CheckpointCorrupt(f"{where} lists {len(names)} files for {commit.world_size} ranks")
     return commit
+
+
+def read_manifest(path: Path) -> RankManifest:
+    """A rank's own, from the spool. Raises CheckpointCorrupt."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RankManifest)
+    except (OSError, msgspec.MsgspecError) as err:
+        raise CheckpointCorrupt(f"{path} cannot be read: {err}") from err
 
 
 def encode(record: RankManifest | Commit) -> bytes:

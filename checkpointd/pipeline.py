@@ -12,13 +12,17 @@ from anyio.abc import TaskGroup
 
 from forebay.checkpointd.attempts import Attempt, Attempts
 from forebay.checkpointd.commit import missing_ranks, try_commit
-from forebay.checkpointd.retention import trim
+from forebay.checkpointd.layout import Commit
+from forebay.checkpointd.queue import UploadQueue
+from forebay.checkpointd.retention import trim, trim_spool
 from forebay.checkpointd.spool import Spool
 from forebay.checkpointd.uplink import Uplink
 from forebay.checkpointd.upload import upload
 from forebay.core import metrics
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError
+from forebay.core.failpoint import failpoint
+from forebay.core.protocol import About, Level
 from forebay.tiers.budget import Class, Gate, Ticket
 from forebay.tiers.filesystem import os_error
 from forebay.tiers.flow import Flow
@@ -30,6 +34,7 @@ log = structlog.get_logger()
 
 # Ranks on other nodes say nothing to this daemon: upstream is looked at this often for them.
 _LOOK_AGAIN_S = 2.0
+_UPLOADS_AT_ONCE = 4
 
 
 class Pipeline:
@@ -46,6 +51,8 @@ class Pipeline:
         gate = Gate(settings.transfer.inflight_bytes)
         self._transfers = Transfers(settings.transfer, gate, self._uplink.restore)
         self._disk = anyio.CapacityLimiter(2)
+        self._queue = UploadQueue(_UPLOADS_AT_ONCE)
+        self._stopping = False
         # Retention and restore exclude each other: what is being read is not removed (C5).
         self.reading = anyio.Lock()
 
@@ -65,9 +72,9 @@ class Pipeline:
             store, self._flows[store.url], info, lambda: FileLanding(path), Ticket(Class.RESTORE), digest
         )
 
-    def absorb(self, attempt: Attempt, arena_fd: int, generation: int) -> None:
+    def absorb(self, attempt: Attempt, arena_fd: int, generation: int, about: About) -> None:
         """Takes over the descriptor."""
-        self._tasks.start_soon(self._from_memory, attempt, arena_fd, generation)
+        self._tasks.start_soon(self._from_memory, attempt, arena_fd, generation, about)
 
     def resume(self) -> None:
         """What reached the disk before the daemon died goes on from there."""
@@ -75,10 +82,31 @@ class Pipeline:
             log.info("resuming", run=attempt.run, step=attempt.step, rank=attempt.rank, level=attempt.level)
             self._tasks.start_soon(self._from_disk, attempt)
 
-    async def _from_memory(self, attempt: Attempt, arena_fd: int, generation: int) -> None:
+    async def flush(self, level: Level, deadline_s: float) -> list[Attempt]:
+        """Bring what is open up to `level`, the newest first; how far it is when the time is over."""
+        wanted = self._attempts.open()
+        self._queue.newest_first = True
+        try:
+            with anyio.move_on_after(deadline_s):
+                async with anyio.create_task_group() as tasks:
+                    for at in wanted:
+                        tasks.start_soon(self._attempts.wait, at.run, at.attempt, at.rank, level, deadline_s)
+        finally:
+            self._queue.newest_first = self._stopping
+        return [self._attempts.get(at.run, at.attempt, at.rank) for at in wanted]
+
+    async def drain(self) -> None:
+        """The daemon is to end: what is only in memory goes to the disk first (C2)."""
+        policy = self._settings.checkpoint
+        self._stopping = True
+        left = [at for at in await self.flush(policy.drain_to, policy.drain_s) if at.open]
+        for at in left:
+            log.warning("left open", run=at.run, step=at.step, rank=at.rank, level=at.level)
+
+    async def _from_memory(self, attempt: Attempt, arena_fd: int, generation: int, about: About) -> None:
         try:
             async with self._disk:
-                record = await to_thread.run_sync(self._spool.write, attempt, arena_fd, generation)
+                record = await to_thread.run_sync(self._spool.write, attempt, arena_fd, generation, about)
         except OSError as err:
             self._fail(attempt, os_error(err, self._spool.folder(attempt)))
             return
@@ -95,7 +123,8 @@ class Pipeline:
             if attempt.level == "local":
                 if attempt.upstream is not None:
                     folder, policy = self._spool.folder(attempt), self._settings.checkpoint
-                    await upload(store, attempt, folder, policy, self._uplink.drain)
+                    async with self._queue.turn(attempt):
+                        await upload(store, attempt, folder, policy, self._uplink.drain)
                 attempt = self._attempts.reached(attempt, "durable")
             await self._commit(store, attempt)
         except ForebayError as err:
@@ -112,18 +141,31 @@ class Pipeline:
                     self._settings.transfer.attempts,
                 )
                 if commit:
+                    failpoint("commit.put")
                     await to_thread.run_sync(self._spool.write_commit, commit)
+                    failpoint("commit.local")
                     self._attempts.reached(attempt, "committed")
                     metrics.checkpoint_committed.inc()
                     log.info("committed", run=attempt.run, step=attempt.step, rank=attempt.rank)
-                    async with self.reading:
-                        keep = self._settings.checkpoint.keep_local
-                        await trim(self._spool, self._attempts, attempt.run, keep)
+                    await self._trim(store, attempt, commit)
                     return
                 await self._attempts.changed(_LOOK_AGAIN_S)
             return
         absent = await missing_ranks(store, attempt.run, attempt.step, attempt.attempt, attempt.world_size)
         self._attempts.failed(attempt, f"not committed: rank(s) {absent} never became durable")
+
+    async def _trim(self, store: Store, attempt: Attempt, commit: Commit) -> None:
+        """A commit stands, whatever becomes of the older ones."""
+        async with self.reading:
+            try:
+                await trim_spool(
+                    self._spool, self._attempts, attempt.run, self._settings.checkpoint.keep_local
+                )
+                if attempt.rank == 0 and attempt.upstream is not None:
+                    await trim(store, attempt.run, commit.about.keep)
+            except (ForebayError, OSError) as err:
+                log.warning("retention failed", run=attempt.run, error=str(err))
+                metrics.checkpoint_errors.labels("retention").inc()
 
     def _fail(self, attempt: Attempt, err: ForebayError) -> None:
         log.error("checkpoint failed", run=attempt.run, step=attempt.step, rank=attempt.rank, error=str(err))

@@ -1,30 +1,85 @@
-"""What leaves the spool, after a commit and never before (C5)."""
+"""What leaves a tier, after a commit and never before: by rule, and only what is provably ours (C5).
+
+Upstream it is the work of whoever commits rank 0's part, so that nodes do not do it in each other's way.
+"""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Iterable
+
 import structlog
 
+from forebay.checkpointd import layout
 from forebay.checkpointd.attempts import Attempts
-from forebay.checkpointd.commit import find_commits
+from forebay.checkpointd.commit import Found, find_commits
 from forebay.checkpointd.spool import Spool
+from forebay.core.protocol import Keep
+from forebay.tiers.store import Store
 
 log = structlog.get_logger()
 
 
-async def trim(spool: Spool, attempts: Attempts, run: str, keep: int) -> None:
-    """Keep the newest `keep` good committed checkpoints of a run in the spool, and all open attempts.
+def kept(found: Iterable[Found], keep: Keep, now: float) -> set[tuple[int, str]]:
+    """(step, attempt) of those that stay: by a rule, by a pin, and the newest in any case.
 
-    What is older goes: further commits, and attempts that never completed. Upstream is not touched.
+    `found`, newest first, is what counts as good. Without any rule everything stays.
+    """
+    good = [at for at in found if at.commit]
+    stays = {(at.step, at.attempt) for at in good if at is good[0] or at.pinned}
+    if (keep.last, keep.every, keep.best, keep.age_s) == (None, None, None, None):
+        return {(at.step, at.attempt) for at in good}
+    stays |= {(at.step, at.attempt) for at in good[: keep.last or 0]}
+    for at in good:
+        assert at.commit
+        young = keep.age_s is not None and now - at.commit.committed_at < keep.age_s
+        if young or (keep.every and at.step % keep.every == 0):
+            stays.add((at.step, at.attempt))
+    return stays | {(at.step, at.attempt) for at in _best(good, keep)}
+
+
+def _best(good: list[Found], keep: Keep) -> list[Found]:
+    measured = [(at.commit.about.metrics.get(keep.metric, math.nan), at) for at in good if at.commit]
+    # What was not measured, or is no number, is nobody's best.
+    sound = [(value, at) for value, at in measured if not math.isnan(value)]
+    ordered = sorted(sound, key=lambda item: item[0], reverse=keep.mode == "max")
+    return [at for _, at in ordered[: keep.best or 0]]
+
+
+async def trim_spool(spool: Spool, attempts: Attempts, run: str, keep: int) -> None:
+    """Keep the newest `keep` commits of which this node's files are whole, and all open attempts.
+
+    What is older goes: further commits, and attempts that never completed.
     """
     commits = await find_commits(spool.store, run)
-    good = [(step, attempt) for commit, problem, step, attempt in commits if commit and not problem]
-    kept = set(good[:keep])
-    if not kept:
+    good = [at for at in commits if spool.has_own(run, at)]
+    if not good:
         return
-    oldest_kept = min(step for step, _ in kept)
-    busy = {(a.step, a.attempt) for a in attempts.of_run(run) if a.open}
-    known = {(step, attempt) for _, _, step, attempt in commits}
-    known |= {(a.step, a.attempt) for a in attempts.of_run(run)}
-    for step, attempt in known - kept - busy:
+    oldest_kept = good[:keep][-1].step
+    of_run = attempts.of_run(run)
+    stays = kept(good, Keep(last=keep), time.time()) | {(a.step, a.attempt) for a in of_run if a.open}
+    known = {(at.step, at.attempt) for at in commits} | {(a.step, a.attempt) for a in of_run}
+    for step, attempt in known - stays:
         if step <= oldest_kept and spool.remove(run, step, attempt):
             log.info("left the spool", run=run, step=step, attempt=attempt)
+
+
+async def leaving(store: Store, run: str, keep: Keep) -> list[Found]:
+    """What a rule would take from a tier: nothing, when no checkpoint there is good."""
+    commits = await find_commits(store, run)
+    stays = kept([at for at in commits if not at.problem], keep, time.time())
+    return [at for at in commits if stays and not at.pinned and (at.step, at.attempt) not in stays]
+
+
+async def trim(store: Store, run: str, keep: Keep) -> list[Found]:
+    """Apply a rule. COMMIT goes first: a half-removed checkpoint must not look like one."""
+    gone = await leaving(store, run, keep)
+    for at in gone:
+        prefix = layout.folder(run, at.step, at.attempt)
+        await store.delete(f"{prefix}/{layout.COMMIT}")
+        async for info in store.list(f"{prefix}/"):
+            if layout.is_ours(info.key.rpartition("/")[2]):
+                await store.delete(info.key)
+        log.info("left upstream", run=run, step=at.step, attempt=at.attempt, store=store.url)
+    return gone

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from forebay.checkpointd import layout, restore
-from forebay.checkpointd.arena import read_header
+from forebay.checkpointd.arena import DATA_OFFSET, read_header
 from forebay.checkpointd.attempts import Attempts
+from forebay.checkpointd.commit import find_commits
+from forebay.checkpointd.memory import Memory
 from forebay.checkpointd.pipeline import Pipeline
+from forebay.checkpointd.retention import leaving, trim
 from forebay.checkpointd.spool import Spool
 from forebay.core import metrics
 from forebay.core.channel import Handler, Reply
-from forebay.core.config import Settings
 from forebay.core.errors import CheckpointCorrupt, NoCheckpoint, ProtocolError, WaitTimeout
+from forebay.core.failpoint import failpoint
 from forebay.core.protocol import (
     Absorb,
     Absorbed,
     Checkpoints,
     CheckpointStatus,
     Done,
+    Farewell,
+    FileReady,
+    Flush,
+    Flushed,
     GetMetrics,
     GetStatus,
     ListCheckpoints,
@@ -30,42 +39,59 @@ from forebay.core.protocol import (
     MetricsText,
     OpenCheckpoint,
     OpenFile,
+    PinCheckpoint,
+    Prune,
+    RepairFile,
     VerifyCheckpoints,
     WaitLevel,
 )
+from forebay.tiers.landing import opened_again
 
 
 class CheckpointSessions:
-    """Requests hold no state between them, so one handler serves every connection."""
+    """Requests hold no state between them, but for the memory that came by a connection."""
 
-    def __init__(self, settings: Settings, attempts: Attempts, spool: Spool, pipeline: Pipeline) -> None:
-        self._settings = settings
+    def __init__(self, attempts: Attempts, spool: Spool, memory: Memory, pipeline: Pipeline) -> None:
         self._attempts = attempts
         self._spool = spool
+        self._memory = memory
         self._pipeline = pipeline
+        self._restorer = restore.Restorer(spool, memory, pipeline.download)
+        self._numbers = itertools.count(1)
         self._handlers: dict[type[Message], Callable[[Any], Awaitable[Reply]]] = {
             WaitLevel: self._wait_level,
             ListCheckpoints: self._list,
             OpenCheckpoint: self._open_checkpoint,
             OpenFile: self._open_file,
             VerifyCheckpoints: self._verify,
+            RepairFile: self._repair,
+            Prune: self._prune,
+            PinCheckpoint: self._pin,
+            Flush: self._flush,
             GetStatus: self._get_status,
             GetMetrics: self._get_metrics,
         }
 
     @asynccontextmanager
     async def open_session(self) -> AsyncIterator[Handler]:
-        yield self.handle
+        session = next(self._numbers)
+        try:
+            yield partial(self.handle, session)
+        finally:
+            self._memory.left(session)
 
-    async def handle(self, message: Message, fds: list[int]) -> Reply:
+    async def handle(self, session: int, message: Message, fds: list[int]) -> Reply:
         if isinstance(message, Absorb):
-            return self._absorb(message, fds)
+            return self._absorb(session, message, fds)
+        if isinstance(message, Farewell):
+            self._memory.left(session, on_purpose=True)
+            return Done(), ()
         handler = self._handlers.get(type(message))
         if handler is None or fds:
             raise ProtocolError(f"checkpointd has no answer to {type(message).__name__}")
         return await handler(message)
 
-    def _absorb(self, request: Absorb, fds: list[int]) -> Reply:
+    def _absorb(self, session: int, request: Absorb, fds: list[int]) -> Reply:
         """From here on the snapshot is this daemon's: the trainer may die (C2)."""
         if len(fds) != 1:
             raise ProtocolError(f"Absorb comes with one descriptor, not {len(fds)}")
@@ -76,7 +102,9 @@ class CheckpointSessions:
         if (header.generation, header.attempt) != (request.generation, request.attempt):
             raise CheckpointCorrupt(f"the arena holds attempt {header.attempt}, not {request.attempt}")
         attempt = self._attempts.add(request, header.size_bytes)
-        self._pipeline.absorb(attempt, os.dup(fds[0]), request.generation)
+        failpoint("absorb.noted")
+        self._memory.keep(attempt, fds[0], request.generation, session)
+        self._pipeline.absorb(attempt, os.dup(fds[0]), request.generation, request.about)
         metrics.checkpoint_absorbed_bytes.inc(header.size_bytes)
         return Absorbed(header.size_bytes), ()
 
@@ -101,18 +129,42 @@ class CheckpointSessions:
     async def _open_checkpoint(self, request: OpenCheckpoint) -> Reply:
         upstream = self._pipeline.upstream(request.upstream)
         async with self._pipeline.reading:
-            opened = await restore.open_checkpoint(
-                self._spool, upstream, request.run, self._pipeline.download, request.step, request.attempt
-            )
-        return opened, ()
+            return await self._restorer.open(request, upstream), ()
 
     async def _open_file(self, request: OpenFile) -> Reply:
-        folder = layout.folder(request.run, request.step, request.attempt)
-        path = self._spool.root / folder / layout.check_file(request.name)
+        if request.memory:
+            fd = self._memory.find(request.run, request.attempt, layout.rank_of(request.name))
+            if fd is not None:
+                return FileReady("memory", DATA_OFFSET), [opened_again(fd)]
+        path = self._spool.path(request.run, request.step, request.attempt, request.name)
         try:
-            return Done(), [os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)]
+            return FileReady("spool", 0), [os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)]
         except FileNotFoundError as err:
             raise NoCheckpoint(f"{path} is not there", hint="open the checkpoint first") from err
+
+    async def _repair(self, request: RepairFile) -> Reply:
+        async with self._pipeline.reading:
+            await self._restorer.repair(request, self._pipeline.upstream(request.upstream))
+        return Done(), ()
+
+    async def _prune(self, request: Prune) -> Reply:
+        store = self._pipeline.upstream(request.upstream)
+        async with self._pipeline.reading:
+            gone = await (leaving if request.dry_run else trim)(store, request.run, request.keep)
+        return Checkpoints([restore.describe(request.run, at, store.url) for at in gone]), ()
+
+    async def _pin(self, request: PinCheckpoint) -> Reply:
+        store = self._pipeline.upstream(request.upstream)
+        for at in await find_commits(store, request.run):
+            if at.step == request.step and not at.problem:
+                key = f"{layout.folder(request.run, at.step, at.attempt)}/{layout.PIN}"
+                await (store.put(key, b"{}\n") if request.pinned else store.delete(key))
+                return Done(), ()
+        raise NoCheckpoint(f"no valid checkpoint of {request.run} at step {request.step} in {store.url}")
+
+    async def _flush(self, request: Flush) -> Reply:
+        found = await self._pipeline.flush(request.level, request.deadline_s)
+        return Flushed([attempt.status() for attempt in found]), ()
 
     async def _verify(self, request: VerifyCheckpoints) -> Reply:
         upstream = self._pipeline.upstream(request.upstream)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +15,13 @@ from pathlib import Path
 import structlog
 
 from forebay.checkpointd import layout
-from forebay.checkpointd.arena import DATA_OFFSET, read_header
+from forebay.checkpointd.arena import DATA_OFFSET, holds
 from forebay.checkpointd.attempts import Attempt
+from forebay.checkpointd.commit import Found
 from forebay.checkpointd.layout import FileRecord, RankManifest
 from forebay.core.errors import CheckpointCorrupt
+from forebay.core.failpoint import failpoint
+from forebay.core.protocol import About
 from forebay.tiers.digest import digest_bytes
 from forebay.tiers.filesystem import (
     OWN_TEMPORARY,
@@ -45,7 +47,7 @@ class Spool:
     def folder(self, attempt: Attempt) -> Path:
         return self.root / layout.folder(attempt.run, attempt.step, attempt.attempt)
 
-    def write(self, attempt: Attempt, arena_fd: int, generation: int) -> FileRecord:
+    def write(self, attempt: Attempt, arena_fd: int, generation: int, about: About) -> FileRecord:
         """Arena -> file and manifest. Runs in a thread. Raises OSError, CheckpointCorrupt."""
         folder = self.folder(attempt)
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,17 +60,18 @@ class Spool:
         try:
             landing.begin(ObjectInfo(name, attempt.size_bytes, attempt.attempt), sys.maxsize)
             digest = _drain(arena_fd, landing, attempt.size_bytes)
-            header = read_header(arena_fd)
-            if (header.generation, header.attempt) != (generation, attempt.attempt):
+            if not holds(arena_fd, attempt.attempt, generation):
                 raise CheckpointCorrupt("the arena was written to again before it was on disk")
             landing.publish(digest)
         finally:
             landing.close(keep=False)
+        failpoint("spool.filed")
         record = FileRecord(name, attempt.size_bytes, digest)
         manifest = RankManifest(
-            attempt.run, attempt.step, attempt.attempt, attempt.rank, attempt.world_size, record
+            attempt.run, attempt.step, attempt.attempt, attempt.rank, attempt.world_size, record, about
         )
         _write_synced(folder / layout.rank_manifest(attempt.rank), layout.encode(manifest))
+        failpoint("spool.manifested")
         return record
 
     def write_commit(self, commit: layout.Commit) -> None:
@@ -76,6 +79,21 @@ class Spool:
         folder = self.root / layout.folder(commit.run, commit.step, commit.attempt)
         if folder.is_dir():
             _write_synced(folder / layout.COMMIT, layout.encode(commit))
+
+    def path(self, run: str, step: int, attempt: str, name: str) -> Path:
+        return self.root / layout.folder(run, step, attempt) / layout.check_file(name)
+
+    def has_own(self, run: str, at: Found) -> bool:
+        """Of the ranks that saved through this node every file; of what was restored here, all."""
+        folder = self.root / layout.folder(run, at.step, at.attempt)
+        if at.commit is None:
+            return False
+        own = {
+            layout.rank_file(rank)
+            for rank in range(at.commit.world_size)
+            if (folder / layout.rank_manifest(rank)).is_file()
+        }
+        return own <= at.there if own else at.problem is None
 
     def remove(self, run: str, step: int, attempt: str) -> bool:
         """COMMIT first: a half-removed checkpoint must not look like one. Only names of ours go.
@@ -86,8 +104,10 @@ class Spool:
         if not folder.is_dir():
             return False
         (folder / layout.COMMIT).unlink(missing_ok=True)
+        failpoint("retention.uncommitted")
         for path in sorted(folder.iterdir()):
-            if _OURS.fullmatch(path.name) and not path.is_symlink():
+            ours = layout.is_ours(path.name) or path.name.startswith(TEMPORARY)
+            if ours and not path.is_symlink():
                 path.unlink()
         for emptied in (folder, folder.parent):
             # Others' files, and other attempts of that step, keep their folders.
@@ -105,9 +125,6 @@ class Spool:
         for path in self.root.glob(f"*/*/*/{TEMPORARY}*"):
             if not path.name.startswith(OWN_TEMPORARY):
                 path.unlink(missing_ok=True)
-
-
-_OURS = re.compile(rf"(rank-\d{{5}}\.(safetensors|manifest\.json)(\.damaged)?|{re.escape(TEMPORARY)}.*)")
 
 
 def _drain(arena_fd: int, landing: FileLanding, size_bytes: int) -> str:

@@ -9,9 +9,10 @@ from anyio import to_thread
 
 from forebay.checkpointd import layout
 from forebay.checkpointd.attempts import Attempt
-from forebay.checkpointd.layout import FileRecord, RankManifest
+from forebay.checkpointd.layout import FileRecord
 from forebay.core.config import CheckpointSettings
 from forebay.core.errors import DigestMismatch, StoreUnreachable
+from forebay.core.failpoint import failpoint
 from forebay.tiers.digest import StreamDigest, md5_file, multipart_etag
 from forebay.tiers.store import Grant, ObjectInfo, Store
 from forebay.tiers.transfer import retrying
@@ -28,8 +29,7 @@ async def upload(
 
     Raises StoreError kinds, DigestMismatch, StoreUnreachable at the time limit.
     """
-    assert attempt.digest is not None
-    record = FileRecord(layout.rank_file(attempt.rank), attempt.size_bytes, attempt.digest)
+    record = layout.read_manifest(folder / layout.rank_manifest(attempt.rank)).file
     prefix = layout.folder(attempt.run, attempt.step, attempt.attempt)
 
     async def file() -> None:
@@ -39,14 +39,14 @@ async def upload(
         await _verify(store, info, path, record, policy.part_bytes)
 
     async def manifest() -> None:
-        entry = RankManifest(
-            attempt.run, attempt.step, attempt.attempt, attempt.rank, attempt.world_size, record
-        )
-        await store.put(f"{prefix}/{layout.rank_manifest(attempt.rank)}", layout.encode(entry))
+        name = layout.rank_manifest(attempt.rank)
+        await store.put(f"{prefix}/{name}", (folder / name).read_bytes())
 
     with anyio.move_on_after(policy.upload_timeout_s) as limit:
         await retrying(file, _MANY)
+        failpoint("upload.put")
         await retrying(manifest, _MANY)
+        failpoint("upload.manifested")
     if limit.cancelled_caught:
         raise StoreUnreachable(
             f"{store.url} did not take {record.name} within {policy.upload_timeout_s:g} s",

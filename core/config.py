@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_settings import (
@@ -124,6 +124,13 @@ class CheckpointSettings(_Section):
     )
     upload_timeout_s: float = Field(600.0, gt=0, description="longest upload of one file, tries together")
     wait_s: float = Field(600.0, gt=0, description="longest wait of a client for a level")
+    keep_memory_s: float = Field(
+        900.0, ge=0, description="how long what a dead trainer saved last stays in memory for the next one"
+    )
+    drain_to: Literal["local", "durable", "committed"] = Field(
+        "local", description="how far what is open is brought before the daemon ends"
+    )
+    drain_s: float = Field(25.0, ge=0, description="longest time for that")
 
 
 class ApiSettings(_Section):

@@ -19,7 +19,7 @@ from forebay.core.errors import ConfigError
 
 VARIABLE = "FOREBAY_FAILPOINTS"
 
-# In the order in which a shard passes them.
+# In the order in which a shard, then a checkpoint, passes them; the file of a rank lands like a shard.
 POINTS = {
     "fetch.reserved": "room is reserved, nothing is on the disk",
     "landing.begun": "the temporary file has its space",
@@ -32,6 +32,14 @@ POINTS = {
     "evict.chosen": "a victim is chosen, nothing is done to it",
     "evict.aside": "a victim has been renamed, the catalog still lists it",
     "evict.forgotten": "the catalog has dropped a victim, its bytes are still there",
+    "absorb.noted": "the journal knows of a snapshot, nothing of it is on the disk",
+    "spool.filed": "a rank's file is in the spool, its manifest is not",
+    "spool.manifested": "its manifest is there, the journal does not know it",
+    "upload.put": "its file is upstream and verified, its manifest is not",
+    "upload.manifested": "its manifest is upstream, the journal does not know it",
+    "commit.put": "COMMIT.json is upstream, nobody here knows it",
+    "commit.local": "COMMIT.json is in the spool, the journal does not know it",
+    "retention.uncommitted": "COMMIT.json of an old checkpoint is gone, its files are there",
 }
 
 

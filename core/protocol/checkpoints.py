@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -10,6 +10,29 @@ from forebay.core.protocol.message import Message
 
 Level = Literal["absorbed", "local", "durable", "committed"]
 LEVELS: tuple[Level, ...] = ("absorbed", "local", "durable", "committed")
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """Which committed checkpoints of a run stay: each rule keeps some; without any, all stay.
+
+    `last` newest ones; every step that `every` divides; the `best` by `metric`; those younger than
+    `age_s`. The newest always stays (C5).
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+    metric: str = ""
+    mode: Literal["min", "max"] = "min"
+    age_s: float | None = None
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a save says of itself, kept in its manifest and its commit. `metadata` is plain JSON."""
+
+    metadata: dict[str, Any] = {}
+    metrics: dict[str, float] = {}
+    keep: Keep = Keep()
 
 
 class Absorb(Message, tag="absorb", frozen=True):
@@ -22,6 +45,7 @@ class Absorb(Message, tag="absorb", frozen=True):
     world_size: int
     generation: int
     upstream: str | None
+    about: About = About()
 
 
 class Absorbed(Message, tag="absorbed", frozen=True):
@@ -54,6 +78,10 @@ class AttemptStatus(Message, tag="attempt_status", frozen=True):
     committed_at: float | None
 
 
+class Farewell(Message, tag="farewell", frozen=True):
+    """The trainer ends on purpose: its snapshots need not stay in memory for a restart -> Done."""
+
+
 class Checkpoint(msgspec.Struct, frozen=True):
     """A committed checkpoint, where it is, and whether its files are all there."""
 
@@ -66,6 +94,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     committed_at: float
     tiers: list[str]
     problem: str | None = None
+    metrics: dict[str, float] = {}
 
 
 class ListCheckpoints(Message, tag="list_checkpoints", frozen=True):
@@ -82,32 +111,103 @@ class Checkpoints(Message, tag="checkpoints", frozen=True):
 
 
 class OpenCheckpoint(Message, tag="open_checkpoint", frozen=True):
-    """Verify and choose a checkpoint to restore -> CheckpointOpened.
+    """Choose a checkpoint to restore, and have its files on this node -> CheckpointOpened.
 
-    The newest valid one, or the one of `step` (and `attempt`).
+    The newest, or the one of `step` (and `attempt`), but for the attempts in `skip`. `names`: the
+    files that are needed here, all when None. `verify`: every byte of them is compared now, and what
+    is damaged is replaced; otherwise that is for the reader to do, who then asks for RepairFile.
+    `look`: only say what would be taken from where.
     """
 
     run: str
     upstream: str | None
     step: int | None = None
     attempt: str | None = None
+    names: list[str] | None = None
+    skip: dict[str, str] = {}
+    verify: bool = False
+    look: bool = False
+
+
+class CheckpointFile(msgspec.Struct, frozen=True):
+    """`digest` is xxh3-128. `tiers` hold it, the nearest first: memory, spool, upstream."""
+
+    name: str
+    size_bytes: int
+    digest: str
+    tiers: list[str]
 
 
 class CheckpointOpened(Message, tag="checkpoint_opened", frozen=True):
     """`skipped` says which newer candidates were passed over, and why."""
 
     checkpoint: Checkpoint
-    names: list[str]
+    files: list[CheckpointFile]
     skipped: list[str]
+    metadata: dict[str, Any] = {}
 
 
 class OpenFile(Message, tag="open_file", frozen=True):
-    """One file of a checkpoint that OpenCheckpoint chose -> Done + data."""
+    """One file of a checkpoint that OpenCheckpoint chose -> FileReady + data.
+
+    From `memory` only when that is wished: the file begins at an offset there, and ends before the map.
+    """
 
     run: str
     step: int
     attempt: str
     name: str
+    memory: bool = False
+
+
+class FileReady(Message, tag="file_ready", frozen=True):
+    tier: str
+    offset: int
+
+
+class RepairFile(Message, tag="repair_file", frozen=True):
+    """What was read from `tier` did not fit its digest: look, and take it from the next tier -> Done.
+
+    Raises CheckpointCorrupt when no tier has it whole.
+    """
+
+    run: str
+    upstream: str | None
+    step: int
+    attempt: str
+    name: str
+    tier: str
+
+
+class Prune(Message, tag="prune", frozen=True):
+    """Apply a rule to the checkpoints of a run now -> Checkpoints: those that went, or would go."""
+
+    run: str
+    upstream: str | None
+    keep: Keep
+    dry_run: bool = False
+
+
+class PinCheckpoint(Message, tag="pin_checkpoint", frozen=True):
+    """Retention leaves it alone, on every tier, until it is unpinned -> Done. Raises NoCheckpoint."""
+
+    run: str
+    upstream: str | None
+    step: int
+    pinned: bool = True
+
+
+class Flush(Message, tag="flush", frozen=True):
+    """Bring what is absorbed up to `level`, the newest first, until the time is over -> Flushed."""
+
+    level: Level
+    deadline_s: float
+
+
+class Flushed(Message, tag="flushed", frozen=True):
+    """What was open, as it is now."""
+
+    attempts: list[AttemptStatus]
 
 
 class VerifyCheckpoints(Message, tag="verify_checkpoints", frozen=True):

@@ -42,6 +42,7 @@ def test_every_byte_up_and_down_is_granted(node: Node, s3: S3Server, prefix: str
     assert checkpoints.save(1, state).wait().level == "committed"
     size_bytes = file_bytes(node)
     assert granted(node) == {"drain": size_bytes}
+    checkpoints.close()
     shutil.rmtree(node.settings.spool_dir / "runs/run")
     step, found = checkpoints.restore()
     assert step == 1 and torch.equal(found["w"], state["w"])

@@ -138,6 +138,7 @@ def test_a_damaged_file_is_taken_from_the_next_tier(daemon: Node, upstream: str)
     """C4 and F40: a flipped bit in the spool; upstream has it right."""
     checkpoints = Checkpointer("run", upstream=upstream)
     checkpoints.save(1, state_of(1.0)).wait()
+    checkpoints.close()
     (file,) = (daemon.settings.spool_dir / "runs").rglob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
@@ -155,6 +156,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
     checkpoints = Checkpointer("run", upstream=upstream)
     checkpoints.save(9, state_of(9.0)).wait()
     attempt = checkpoints.save(10, state_of(10.0)).wait().attempt
+    checkpoints.close()
     folder = f"run/step-000000010/{attempt}"
     local = daemon.settings.spool_dir / "runs" / folder
     for path in local.iterdir():

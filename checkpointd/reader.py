@@ -1,0 +1,142 @@
+"""The trainer's way to a checkpoint: which one all ranks take, and this rank's bytes of it (C4)."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from forebay.checkpointd import agree
+from forebay.checkpointd.layout import rank_file
+from forebay.checkpointd.load import Into, Loaded, load
+from forebay.core.channel import Channel
+from forebay.core.config import Settings
+from forebay.core.errors import CheckpointCorrupt, DigestMismatch, ForebayError, InvalidRequest, NoCheckpoint
+from forebay.core.protocol import (
+    Checkpoint,
+    CheckpointFile,
+    CheckpointOpened,
+    Checkpoints,
+    Done,
+    Failure,
+    FileReady,
+    ListCheckpoints,
+    OpenCheckpoint,
+    OpenFile,
+    RepairFile,
+)
+
+log = logging.getLogger("forebay.checkpointd")
+
+# To bring a large checkpoint from upstream takes its time; the daemon's own limits are nearer.
+_READ_S = 3600.0
+# Memory, the spool, upstream: each can turn out to be damaged once.
+_TRIES = 3
+
+
+def _for_the_caller(err: ForebayError) -> bool:
+    """No other checkpoint would do better."""
+    return isinstance(err, InvalidRequest) or (isinstance(err, NoCheckpoint) and not agree.together())
+
+
+class Reader:
+    """Checkpoints of one run, through the checkpointd of this node."""
+
+    def __init__(self, settings: Settings, run: str, upstream: str | None) -> None:
+        self._settings = settings
+        self.run = run
+        self.upstream = upstream
+
+    def latest(self) -> Checkpoint | None:
+        with self._connect() as channel:
+            request = ListCheckpoints(self.run, self.upstream)
+            listed, _ = channel.request(request, expect=Checkpoints, timeout_s=_READ_S)
+        return next((c for c in listed.checkpoints if c.problem is None), None)
+
+    def preview(self, step: int | None) -> CheckpointOpened:
+        """What `restore` would take, and from where on this node. Raises NoCheckpoint."""
+        with self._connect() as channel:
+            request = OpenCheckpoint(self.run, self.upstream, step, look=True)
+            return channel.request(request, expect=CheckpointOpened, timeout_s=_READ_S)[0]
+
+    def restore(self, step: int | None, rank: int, into: Into) -> tuple[CheckpointOpened, Loaded]:
+        """The newest checkpoint of which every rank gets its part whole; all ranks take the same.
+
+        Raises NoCheckpoint.
+        """
+        bad: dict[str, str] = {}
+        name = rank_file(rank)
+        while True:
+            step_taken, attempt = self._choice(step, name, bad)
+            found, error = None, None
+            try:
+                found = self._take(step_taken, attempt, name, into)
+            except ForebayError as err:
+                error = err
+            said = agree.gather(error and (f"rank {rank}: {error}", _for_the_caller(error)))
+            problems = "; ".join(problem for problem, _ in filter(None, said))
+            if found and not problems:
+                return found
+            if any(fatal for _, fatal in filter(None, said)):
+                raise error or InvalidRequest(problems)
+            bad[attempt] = problems
+            log.warning("step %d passed over: %s", step_taken, problems)
+
+    def _choice(self, step: int | None, name: str, bad: dict[str, str]) -> tuple[int, str]:
+        """(step, attempt) that rank 0 finds; its error is everybody's."""
+        if agree.together() and agree.place(None, None)[0] > 0:
+            choice = agree.broadcast(None)
+        else:
+            choice = self._first(step, name, bad)
+            if agree.together():
+                agree.broadcast(choice)
+        if isinstance(choice, Failure):
+            raise choice.error()
+        taken, attempt = choice
+        return int(taken), str(attempt)
+
+    def _first(self, step: int | None, name: str, bad: dict[str, str]) -> tuple[int, str] | Failure:
+        try:
+            with self._connect() as channel:
+                request = OpenCheckpoint(self.run, self.upstream, step, None, [name], bad)
+                opened, _ = channel.request(request, expect=CheckpointOpened, timeout_s=_READ_S)
+        except ForebayError as err:
+            return Failure.of(err)
+        for reason in opened.skipped:
+            log.warning("passed over: %s", reason)
+        return opened.checkpoint.step, opened.checkpoint.attempt
+
+    def _take(self, step: int, attempt: str, name: str, into: Into) -> tuple[CheckpointOpened, Loaded]:
+        with self._connect() as channel:
+            request = OpenCheckpoint(self.run, self.upstream, step, attempt, [name])
+            opened, _ = channel.request(request, expect=CheckpointOpened, timeout_s=_READ_S)
+            return opened, self._load(channel, opened, name, into)
+
+    def _load(self, channel: Channel, opened: CheckpointOpened, name: str, into: Into) -> Loaded:
+        at = opened.checkpoint
+        file = next((file for file in opened.files if file.name == name), None)
+        if file is None:
+            raise NoCheckpoint(
+                f"{self.run} at step {at.step} was saved by {at.world_size} ranks, there is no {name}",
+                hint="restore(rank=0) reads another rank's state; "
+                "torch.distributed.checkpoint with ForebayReader reshards",
+            )
+        memory = True
+        for _ in range(_TRIES):
+            request = OpenFile(self.run, at.step, at.attempt, name, memory)
+            ready, (fd,) = channel.request(request, expect=FileReady, timeout_s=_READ_S)
+            try:
+                return load(fd, ready.offset, file, into)
+            except (DigestMismatch, CheckpointCorrupt, OSError) as err:
+                log.warning("%s from %s: %s", name, ready.tier, err)
+                memory = ready.tier != "memory"
+                self._repair(channel, at, file, ready.tier)
+            finally:
+                os.close(fd)
+        raise CheckpointCorrupt(f"{name} was repaired {_TRIES} times and read damaged each time")
+
+    def _repair(self, channel: Channel, at: Checkpoint, file: CheckpointFile, tier: str) -> None:
+        request = RepairFile(self.run, self.upstream, at.step, at.attempt, file.name, tier)
+        channel.request(request, expect=Done, timeout_s=_READ_S)
+
+    def _connect(self) -> Channel:
+        return Channel.connect(self._settings.checkpoint_socket, "trainer")

@@ -1,0 +1,194 @@
+"""What is kept, what is skipped, what is said, and what is brought to safety before the end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from forebay.benchmarks.seaweed import S3Server, free_ports
+from forebay.checkpointd import Checkpointer
+from forebay.core.channel import ask
+from forebay.core.errors import NoCheckpoint, SaveFailed, UnsupportedValue
+from forebay.core.protocol import (
+    Checkpoints,
+    Done,
+    Flush,
+    Flushed,
+    Keep,
+    ListCheckpoints,
+    PinCheckpoint,
+    Prune,
+)
+from tests.conftest import Node, eventually
+
+STATE = {"w": torch.ones(1000)}
+# A disk that takes this long for each snapshot.
+SLOW = "spool.filed=delay:1.5"
+
+
+@pytest.fixture
+def upstream(tmp_path: Path) -> str:
+    return str(tmp_path / "up")
+
+
+@pytest.fixture
+def daemon(node: Node) -> Iterator[Node]:
+    node.start("checkpoint")
+    yield node
+
+
+def steps_in(node: Node, upstream: str | None) -> list[int]:
+    request = ListCheckpoints("run", upstream)
+    found = ask(node.settings.checkpoint_socket, request, expect=Checkpoints).checkpoints
+    tier = "upstream" if upstream else "spool"
+    return [c.step for c in found if tier in c.tiers and not c.problem]
+
+
+def save_all(checkpoints: Checkpointer, losses: dict[int, float]) -> None:
+    for step, loss in losses.items():
+        checkpoints.save(step, STATE, metrics={"loss": loss}, metadata={"epoch": step // 10}).wait()
+
+
+def test_a_rule_is_kept_upstream_and_the_spool_by_its_own(daemon: Node, upstream: str):
+    """C5: best by metric and newest; files of others, also beside ours, stay."""
+    checkpoints = Checkpointer("run", upstream=upstream, keep=Keep(last=1, best=1, metric="loss"))
+    save_all(checkpoints, {10: 0.2, 20: 0.9})
+    stranger = next(Path(upstream).glob("run/step-000000020/*")) / "notes.txt"
+    stranger.write_text("of somebody else")
+    save_all(checkpoints, {30: 0.5, 40: 0.7})
+    assert eventually(lambda: steps_in(daemon, upstream) == [40, 10])
+    assert stranger.read_text() == "of somebody else"
+    assert steps_in(daemon, None) == [40, 30]
+    opened = checkpoints.preview(10)
+    assert opened.checkpoint.metrics == {"loss": 0.2} and opened.metadata == {"epoch": 1}
+
+
+def test_pins_and_dry_runs(daemon: Node, upstream: str):
+    save_all(Checkpointer("run", upstream=upstream), {10: 0.2, 20: 0.9, 30: 0.5})
+    socket = daemon.settings.checkpoint_socket
+    ask(socket, PinCheckpoint("run", upstream, 10), expect=Done)
+    would = ask(socket, Prune("run", upstream, Keep(last=1), dry_run=True), expect=Checkpoints)
+    assert [c.step for c in would.checkpoints] == [20] and steps_in(daemon, upstream) == [30, 20, 10]
+    ask(socket, Prune("run", upstream, Keep(last=1)), expect=Checkpoints)
+    assert steps_in(daemon, upstream) == [30, 10]
+    ask(socket, PinCheckpoint("run", upstream, 10, pinned=False), expect=Done)
+    ask(socket, Prune("run", upstream, Keep(last=1)), expect=Checkpoints)
+    assert steps_in(daemon, upstream) == [30]
+    with pytest.raises(NoCheckpoint, match="at step 10"):
+        ask(socket, PinCheckpoint("run", upstream, 10), expect=Done)
+
+
+@pytest.mark.parametrize("policy", ["skip", "fail", "block"])
+def test_when_the_disk_is_behind(node: Node, upstream: str, policy: str):
+    """C7: back-pressure as asked for; what was absorbed is committed in any case."""
+    node.set(FOREBAY_FAILPOINTS=SLOW)
+    node.start("checkpoint")
+    checkpoints = Checkpointer("run", upstream=upstream, buffers=1, policy=policy)  # type: ignore[arg-type]
+    first = checkpoints.save(1, STATE)
+    began_at = time.monotonic()
+    if policy == "skip":
+        second = checkpoints.save(2, STATE)
+        assert second.skipped
+        with pytest.raises(SaveFailed, match="step 2 of run was skipped"):
+            second.wait()
+    elif policy == "fail":
+        with pytest.raises(SaveFailed, match="step 2 of run was not saved: the snapshots before it"):
+            checkpoints.save(2, STATE)
+    else:
+        checkpoints.save(2, STATE).wait()
+        assert time.monotonic() - began_at > 1.0
+    assert first.wait().level == "committed"
+    checkpoints.save(3, STATE).wait()
+    assert steps_in(node, upstream) == ([3, 2, 1] if policy == "block" else [3, 1])
+
+
+def test_failures_are_warned_of_or_counted(daemon: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """C6: by default the next call raises; or the log says it; or only so many in a row raise."""
+    place = tmp_path / "file"
+    place.write_text("no directory")
+    bad = str(place / "up")
+
+    def saves(on_error: object) -> int:
+        """How many saves went well before one raised."""
+        checkpoints = Checkpointer("run", upstream=bad, on_error=on_error)  # type: ignore[arg-type]
+        for number in range(5):
+            try:
+                handle = checkpoints.save(number, STATE)
+            except SaveFailed:
+                return number
+            assert eventually(lambda h=handle: h.status().error is not None)
+        return 5
+
+    assert saves("raise") == 1
+    assert saves("warn") == 5 and "no further" in caplog.text
+    assert saves(3) == 3
+
+
+def test_due_by_steps_and_by_seconds(daemon: Node, upstream: str):
+    checkpoints = Checkpointer("run", upstream=upstream).every(steps=3)
+    assert [step for step in range(10) if checkpoints.due(step)] == [3, 6, 9]
+    checkpoints.every(seconds=3600)
+    assert not checkpoints.due(1)
+    checkpoints.every(seconds=1e-9)
+    assert checkpoints.due(1)
+
+
+@pytest.mark.parametrize("note", [{"metadata": {"x": object()}}, {"metrics": {"loss": "low"}}])
+def test_what_cannot_be_kept_is_refused(daemon: Node, upstream: str, note: dict[str, dict[str, object]]):
+    with pytest.raises(UnsupportedValue, match="cannot be kept"):
+        Checkpointer("run", upstream=upstream).save(1, STATE, **note)  # type: ignore[arg-type]
+
+
+def test_sigterm_brings_what_is_in_memory_to_the_disk(node: Node, upstream: str):
+    """C2: a scheduler ends trainer and daemon together, right after save returned."""
+    node.set(FOREBAY_FAILPOINTS="absorb.noted=delay:0.2,landing.begun=delay:1")
+    daemon = node.start("checkpoint")
+    checkpoints = Checkpointer("run", upstream=upstream)
+    handle = checkpoints.save(1, STATE)
+    assert handle.status().level == "absorbed"
+    daemon.send_signal(signal.SIGTERM)
+    assert daemon.wait(timeout=20) == 0
+    node.set(FOREBAY_FAILPOINTS="")
+    node.start("checkpoint")
+    assert handle.wait().level == "committed"
+
+
+def test_a_flush_is_over_in_time_and_says_how_far_all_is(
+    node: Node, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+):
+    """Upstream is away: everything is local, and the deadline holds."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_ports(1)[0]}")
+    node.start("checkpoint")
+    checkpoints = Checkpointer("run", upstream=s3.url("away"))
+    for step in (1, 2):
+        checkpoints.save(step, STATE)
+    command = [
+        str(Path(sys.executable).with_name("forebay")),
+        "checkpoints",
+        "flush",
+        "--deadline",
+        "2s",
+        "--json",
+    ]
+    began_at = time.monotonic()
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert time.monotonic() - began_at < 20
+    assert run.returncode == 1, run.stderr
+    assert [(a["step"], a["level"]) for a in json.loads(run.stdout)] == [(1, "local"), (2, "local")]
+
+
+def test_a_flush_ends_when_everything_is_committed(daemon: Node, upstream: str):
+    checkpoints = Checkpointer("run", upstream=upstream)
+    checkpoints.save(1, STATE)
+    socket = daemon.settings.checkpoint_socket
+    flushed = ask(socket, Flush("committed", 30.0), expect=Flushed)
+    assert [a.level for a in flushed.attempts] in (["committed"], [])
+    assert steps_in(daemon, upstream) == [1]
