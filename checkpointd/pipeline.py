@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -20,7 +22,7 @@ from forebay.checkpointd.uplink import Uplink
 from forebay.checkpointd.upload import upload
 from forebay.core import metrics
 from forebay.core.config import Settings
-from forebay.core.errors import ForebayError
+from forebay.core.errors import CheckpointError, ForebayError
 from forebay.core.failpoint import failpoint
 from forebay.core.protocol import About, Level
 from forebay.tiers.budget import Class, Gate, Ticket
@@ -104,33 +106,40 @@ class Pipeline:
             log.warning("left open", run=at.run, step=at.step, rank=at.rank, level=at.level)
 
     async def _from_memory(self, attempt: Attempt, arena_fd: int, generation: int, about: About) -> None:
-        try:
-            async with self._disk:
-                record = await to_thread.run_sync(self._spool.write, attempt, arena_fd, generation, about)
-        except OSError as err:
-            self._fail(attempt, os_error(err, self._spool.folder(attempt)))
-            return
-        except ForebayError as err:
-            self._fail(attempt, err)
-            return
-        finally:
-            os.close(arena_fd)
-        await self._from_disk(self._attempts.reached(attempt, "local", record.digest))
+        with self._ends(attempt):
+            try:
+                async with self._disk:
+                    record = await to_thread.run_sync(self._spool.write, attempt, arena_fd, generation, about)
+            finally:
+                os.close(arena_fd)
+            await self._onward(self._attempts.reached(attempt, "local", record.digest))
 
     async def _from_disk(self, attempt: Attempt) -> None:
+        with self._ends(attempt):
+            await self._onward(attempt)
+
+    async def _onward(self, attempt: Attempt) -> None:
+        store = self.upstream(attempt.upstream)
+        if attempt.level == "local":
+            if attempt.upstream is not None:
+                folder, policy = self._spool.folder(attempt), self._settings.checkpoint
+                async with self._queue.turn(attempt):
+                    await upload(store, attempt, folder, policy, self._uplink.drain)
+            attempt = self._attempts.reached(attempt, "durable")
+        await self._commit(store, attempt)
+
+    @contextmanager
+    def _ends(self, attempt: Attempt) -> Iterator[None]:
+        """What goes wrong ends this attempt, by name, and nothing else (C6)."""
         try:
-            store = self.upstream(attempt.upstream)
-            if attempt.level == "local":
-                if attempt.upstream is not None:
-                    folder, policy = self._spool.folder(attempt), self._settings.checkpoint
-                    async with self._queue.turn(attempt):
-                        await upload(store, attempt, folder, policy, self._uplink.drain)
-                attempt = self._attempts.reached(attempt, "durable")
-            await self._commit(store, attempt)
+            yield
         except ForebayError as err:
             self._fail(attempt, err)
         except OSError as err:
             self._fail(attempt, os_error(err, self._spool.folder(attempt)))
+        except Exception as err:
+            log.exception("checkpoint failed", run=attempt.run, step=attempt.step, rank=attempt.rank)
+            self._fail(attempt, CheckpointError(f"an error of ours: {err!r}", hint="please report it"))
 
     async def _commit(self, store: Store, attempt: Attempt) -> None:
         """Until all ranks are there; a rank that never comes ends the wait."""

@@ -132,12 +132,10 @@ def _drain(arena_fd: int, landing: FileLanding, size_bytes: int) -> str:
 
     The arena is page-aligned, so the disk takes it from where it is: the trainer's cached pages stay.
     """
-    with (
-        mmap.mmap(arena_fd, DATA_OFFSET + size_bytes, prot=mmap.PROT_READ) as arena,
-        memoryview(arena) as view,
-        view[DATA_OFFSET:] as body,
-        ThreadPoolExecutor(1) as beside,
-    ):
+    # Not closed by hand: after an error somebody may still look at a part of it.
+    arena = mmap.mmap(arena_fd, DATA_OFFSET + size_bytes, prot=mmap.PROT_READ)
+    body = memoryview(arena)[DATA_OFFSET:]
+    with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(digest_bytes, body)
         landing.write(body, 0)
         return digest.result()

@@ -19,8 +19,8 @@ from forebay.core.errors import ConfigError
 
 VARIABLE = "FOREBAY_FAILPOINTS"
 
-# In the order in which a shard, then a checkpoint, passes them; the file of a rank lands like a shard.
-POINTS = {
+# In the order in which a shard passes them.
+FETCH_POINTS = {
     "fetch.reserved": "room is reserved, nothing is on the disk",
     "landing.begun": "the temporary file has its space",
     "landing.written": "bytes are in the file, the record of ranges does not know it",
@@ -32,6 +32,9 @@ POINTS = {
     "evict.chosen": "a victim is chosen, nothing is done to it",
     "evict.aside": "a victim has been renamed, the catalog still lists it",
     "evict.forgotten": "the catalog has dropped a victim, its bytes are still there",
+}
+# In the order in which a rank's part of a checkpoint passes them; its file lands like a shard.
+CHECKPOINT_POINTS = {
     "absorb.noted": "the journal knows of a snapshot, nothing of it is on the disk",
     "spool.filed": "a rank's file is in the spool, its manifest is not",
     "spool.manifested": "its manifest is there, the journal does not know it",
@@ -41,6 +44,7 @@ POINTS = {
     "commit.local": "COMMIT.json is in the spool, the journal does not know it",
     "retention.uncommitted": "COMMIT.json of an old checkpoint is gone, its files are there",
 }
+POINTS = FETCH_POINTS | CHECKPOINT_POINTS
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 
 from forebay.core.channel import Channel
 from forebay.core.errors import DaemonUnavailable, ForebayError
-from forebay.core.failpoint import POINTS, VARIABLE
+from forebay.core.failpoint import FETCH_POINTS, VARIABLE
 from forebay.core.protocol import Dataset, Done, ReleaseShard
 from tests.conftest import Node, eventually, shard_bytes
 from tests.integration.test_stager import MakeDataset, read_shard, register, stage
@@ -57,7 +57,7 @@ def miscounted(node: Node) -> str | None:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", FETCH_POINTS)
 def test_kill_9_at_each_step(node: Node, url: str, point: str, passes: int):
     """After a new start everything is right, and nothing is left over or counted twice."""
     node.set(**{VARIABLE: f"{point}=kill@{passes}"})
@@ -74,7 +74,7 @@ def test_kill_9_at_each_step(node: Node, url: str, point: str, passes: int):
 
 
 @pytest.mark.parametrize("fault", ["ENOSPC", "EIO"])
-@pytest.mark.parametrize("point", [p for p in POINTS if p not in NO_IO])
+@pytest.mark.parametrize("point", [p for p in FETCH_POINTS if p not in NO_IO])
 def test_a_full_or_failing_disk_at_each_step_is_got_over(node: Node, url: str, point: str, fault: str):
     """One failure is gone around: elsewhere, in memory, or a second try; the trainer sees only bytes."""
     node.set(**{VARIABLE: f"{point}=error:{fault}@1"})

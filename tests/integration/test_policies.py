@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,7 +92,6 @@ def test_when_the_disk_is_behind(node: Node, upstream: str, policy: str):
     node.start("checkpoint")
     checkpoints = Checkpointer("run", upstream=upstream, buffers=1, policy=policy)  # type: ignore[arg-type]
     first = checkpoints.save(1, STATE)
-    began_at = time.monotonic()
     if policy == "skip":
         second = checkpoints.save(2, STATE)
         assert second.skipped
@@ -103,8 +101,9 @@ def test_when_the_disk_is_behind(node: Node, upstream: str, policy: str):
         with pytest.raises(SaveFailed, match="step 2 of run was not saved: the snapshots before it"):
             checkpoints.save(2, STATE)
     else:
-        checkpoints.save(2, STATE).wait()
-        assert time.monotonic() - began_at > 1.0
+        second = checkpoints.save(2, STATE)
+        assert first.status().level != "absorbed"
+        second.wait()
     assert first.wait().level == "committed"
     checkpoints.save(3, STATE).wait()
     assert steps_in(node, upstream) == ([3, 2, 1] if policy == "block" else [3, 1])
@@ -178,9 +177,7 @@ def test_a_flush_is_over_in_time_and_says_how_far_all_is(
         "2s",
         "--json",
     ]
-    began_at = time.monotonic()
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert time.monotonic() - began_at < 20
     assert run.returncode == 1, run.stderr
     assert [(a["step"], a["level"]) for a in json.loads(run.stdout)] == [(1, "local"), (2, "local")]
 

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_point_stands_in_the_code_and_no_other():
-    parts = [path for part in ("core", "tiers", "stager") for path in (ROOT / part).glob("*.py")]
+    parts = [
+        path for part in ("core", "tiers", "stager", "checkpointd") for path in (ROOT / part).glob("*.py")
+    ]
     used = re.findall(r'failpoint\("([\w.]+)"\)', "".join(path.read_text() for path in parts))
     assert sorted(used) == sorted(POINTS)
 
