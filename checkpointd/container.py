@@ -10,9 +10,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -42,7 +44,7 @@ SKELETON = "forebay"
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor goes: its bytes are [start, end) of the file."""
+    """Where a tensor goes: its bytes are [start, end) behind the header."""
 
     name: str
     dtype: torch.dtype
@@ -53,7 +55,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Container:
-    """`header` fills the file up to the first slot."""
+    """`header` comes first; slots are counted from its end."""
 
     header: bytes
     slots: tuple[Slot, ...]
@@ -65,36 +67,56 @@ class Container:
         torch copies large tensors with its own threads, without the GIL.
         """
         into[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        data = into[len(self.header) : self.size_bytes]
+        views = {slot.dtype: _whole(data, slot.dtype) for slot in self.slots}
         for slot in self.slots:
             if slot.start != slot.end:
-                place = into[slot.start : slot.end].view(slot.dtype).view(slot.shape)
-                place.copy_(tensors[slot.name])
+                width = slot.dtype.itemsize
+                place = views[slot.dtype][slot.start // width : slot.end // width]
+                place.view(slot.shape).copy_(tensors[slot.name])
+
+
+def _whole(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Container:
     """Plan the file. Widest types first, so that every slot is aligned although there are no gaps."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
-            raise UnsupportedValue(f"tensor {name!r} has dtype {tensor.dtype}, which safetensors cannot hold")
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    offset = 0
-    for name, tensor in ordered:
-        end = offset + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    plan = _plan(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
+    text = b'{"__metadata__":' + msgspec.json.encode({"format": "pt", **metadata}) + plan.entries + b"}"
     text += b" " * (-(len(text) + 8) % _ALIGN_BYTES)
     header = len(text).to_bytes(8, "little") + text
-    slots = []
-    for name, tensor in ordered:
-        start, end = entries[name]["data_offsets"]
-        slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start + len(header), end + len(header)))
-    return Container(header, tuple(slots), len(header) + offset)
+    return Container(header, plan.slots, len(header) + plan.size_bytes)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What depends on names, types and shapes alone. `entries` is JSON, with a comma before each."""
+
+    entries: bytes
+    slots: tuple[Slot, ...]
+    size_bytes: int
+
+
+# A training run saves the same tensors again and again.
+@lru_cache(maxsize=4)
+def _plan(signature: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> _Plan:
+    """Raises UnsupportedValue for a type that the format has not."""
+    for name, dtype, _ in signature:
+        if dtype not in _DTYPES:
+            raise UnsupportedValue(f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold")
+    slots, offset = list[Slot](), 0
+    for name, dtype, shape in sorted(signature, key=lambda item: -item[1].itemsize):
+        end = offset + shape.numel() * dtype.itemsize
+        slots.append(Slot(name, dtype, tuple(shape), offset, end))
+        offset = end
+    entries = [
+        b"," + msgspec.json.encode(slot.name) + b":" + msgspec.json.encode(
+            {"dtype": _DTYPES[slot.dtype], "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
+        )
+        for slot in slots
+    ]  # fmt: skip
+    return _Plan(b"".join(entries), tuple(slots), offset)
 
 
 def parse_header(head: bytes, size_bytes: int) -> tuple[list[Slot], dict[str, str]]:
@@ -108,18 +130,18 @@ def parse_header(head: bytes, size_bytes: int) -> tuple[list[Slot], dict[str, st
     slots = []
     for name, entry in entries.items():
         start, end = entry["data_offsets"]
-        slot = Slot(name, dtypes[entry["dtype"]], tuple(entry["shape"]), start + len(head), end + len(head))
+        slot = Slot(name, dtypes[entry["dtype"]], tuple(entry["shape"]), start, end)
         if min(slot.shape, default=0) < 0 or end - start != math.prod(slot.shape) * slot.dtype.itemsize:
             raise ValueError(f"{name} has {end - start} bytes for shape {slot.shape}")
         slots.append(slot)
     slots.sort(key=lambda slot: (slot.start, slot.end))
-    at = len(head)
+    at = 0
     for slot in slots:
         if slot.start != at:
             raise ValueError(f"{slot.name} begins at {slot.start}, not at {at}")
         at = slot.end
-    if at != size_bytes:
-        raise ValueError(f"the tensors end at {at}, the file at {size_bytes}")
+    if len(head) + at != size_bytes:
+        raise ValueError(f"the tensors end at {len(head) + at}, the file at {size_bytes}")
     return slots, metadata
 
 

@@ -64,11 +64,14 @@ class SaveHandle:
             raise _failed(status)
         return status
 
+    def request(self, level: Level, timeout_s: float) -> WaitLevel:
+        at = self.target
+        return WaitLevel(at.run, at.attempt, at.rank, level, timeout_s)
+
     def _ask(self, level: Level, timeout_s: float) -> AttemptStatus:
         if self.skipped:
             raise SaveFailed(f"step {self.target.step} of {self.target.run} was skipped: {_BUSY}")
-        request = WaitLevel(self.target.run, self.target.attempt, self.target.rank, level, timeout_s)
-        socket = self._settings.checkpoint_socket
+        request, socket = self.request(level, timeout_s), self._settings.checkpoint_socket
         try:
             return ask(socket, request, expect=AttemptStatus, role="trainer", timeout_s=timeout_s + _GRACE_S)
         except NotFound as err:
@@ -184,10 +187,13 @@ class Handover:
 
     def _status(self, handle: SaveHandle) -> AttemptStatus | None:
         """None when the daemon is away: what it had is then in its journal, or lost and reported later."""
-        try:
+        if self._channel:
+            # No new connection for each save; a daemon that was restarted is asked on a new one.
+            with suppress(NotFound, DaemonUnavailable):
+                return self._channel.request(handle.request("absorbed", 0.0), expect=AttemptStatus)[0]
+        with suppress(DaemonUnavailable):
             return handle.status()
-        except DaemonUnavailable:
-            return None
+        return None
 
     def _deliver(self, request: Absorb, fd: int) -> None:
         """A connection is kept; a daemon that was restarted gets one more try on a new one."""

@@ -83,7 +83,7 @@ def load(fd: int, offset: int, file: CheckpointFile, into: Into) -> Loaded:
     tensors = {slot.name: _place(slot, into.tensors.get(slot.name)) for slot in slots}
     with ThreadPoolExecutor(_READERS, "forebay-load") as readers:
         reading: deque[tuple[_Piece, Future[None]]] = deque()
-        for piece in _pieces(slots, tensors, offset):
+        for piece in _pieces(slots, tensors, offset + len(head)):
             reading.append((piece, readers.submit(_read, fd, piece, file.name)))
             if len(reading) > 2 * _READERS:
                 _take(reading, digest)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 
 import structlog
+from anyio import to_thread
 
 from forebay.checkpointd import layout
 from forebay.checkpointd.attempts import Attempts
@@ -61,7 +62,8 @@ async def trim_spool(spool: Spool, attempts: Attempts, run: str, keep: int) -> N
     stays = kept(good, Keep(last=keep), time.time()) | {(a.step, a.attempt) for a in of_run if a.open}
     known = {(at.step, at.attempt) for at in commits} | {(a.step, a.attempt) for a in of_run}
     for step, attempt in known - stays:
-        if step <= oldest_kept and spool.remove(run, step, attempt):
+        # To remove gigabytes takes a disk its time.
+        if step <= oldest_kept and await to_thread.run_sync(spool.remove, run, step, attempt):
             log.info("left the spool", run=run, step=step, attempt=attempt)
 
 

@@ -31,12 +31,12 @@ class Flattened:
     def _encode(self, value: Any, path: tuple[Any, ...]) -> Json:
         if len(path) > _DEEPEST:
             raise UnsupportedValue(f"{_spell(path[:5])}... is nested deeper than {_DEEPEST} levels")
-        if value is None or isinstance(value, bool | int | str):
+        if isinstance(value, torch.Tensor):
+            return {"T": self._keep(value, path)}
+        if value is None or isinstance(value, (bool, int, str)):
             return value
         if isinstance(value, float):
             return value if math.isfinite(value) else {"F": repr(value)}
-        if isinstance(value, torch.Tensor):
-            return {"T": self._keep(value, path)}
         if isinstance(value, np.ndarray) and value.dtype.hasobject is False:
             return {"N": self._keep(torch.from_numpy(np.ascontiguousarray(value)), path)}
         if isinstance(value, np.generic):
