@@ -1,4 +1,4 @@
-"""`forebay bench checkpoint`: how long does `save` block, against one plain copy of the same bytes?"""
+"""`forebay bench checkpoint`: how long a save blocks, how fast it drains, how fast it comes back."""
 
 from __future__ import annotations
 
@@ -6,49 +6,71 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from forebay.benchmarks import drain, soak
 from forebay.benchmarks.daemons import running_daemon
+from forebay.benchmarks.peers.checkpoint import State, blocked, one_process_group, peers
 from forebay.benchmarks.report import Case, Report
+from forebay.benchmarks.restore import restore
 from forebay.benchmarks.settings import environment
 from forebay.checkpointd import Checkpointer
 
 _ROUNDS = 7
+_PEER_ROUNDS = 3
+# (tensors, bytes of each)
+SHAPES = ((32, 32 << 20), (2000, 512 << 10))
 
 
-def bench(tensors: int, tensor_bytes: int) -> Report:
-    """The state: `tensors` float32 tensors of `tensor_bytes` each, on the CPU.
+def bench(saves: int) -> Report:
+    """All of it; `saves` in a row for the look at memory."""
+    cases = [_blocked_case(tensors, size_bytes) for tensors, size_bytes in SHAPES]
+    state = make(*SHAPES[0])
+    cases += [drain.drain(state), drain.upload(state), drain.slowdown(state), restore(state)]
+    cases.append(soak.soak(saves))
+    worst = {
+        "blocked_over_floor": max(case.figures["blocked_over_floor"] for case in cases[: len(SHAPES)]),
+        "blocked_over_async_save": max(case.figures["over_async_save"] for case in cases[: len(SHAPES)]),
+    }
+    figures = dict(worst)
+    for case in cases[len(SHAPES) :]:
+        figures |= case.figures
+    return Report("checkpoint", figures, cases)
 
-    Every round is taken when nothing drains: this measures the copy, not the contention.
-    """
-    state = {f"layer{i}": torch.randn(tensor_bytes // 4) for i in range(tensors)}
+
+def make(tensors: int, size_bytes: int) -> State:
+    return {f"layer{number}": torch.randn(size_bytes // 4) for number in range(tensors)}
+
+
+def _blocked_case(tensors: int, size_bytes: int) -> Case:
+    """Every round is taken when nothing drains: this measures the copy, not the contention."""
+    state = make(tensors, size_bytes)
     with tempfile.TemporaryDirectory(prefix="forebay-bench-", dir=Path.cwd()) as folder:
-        floors, first, warm = _forebay(state, Path(folder))
-        theirs = _async_save(state, Path(folder))
-    floor = statistics.median(floors)
+        floors, first, later = _forebay(state, Path(folder))
+        floor = statistics.median(floors)
+        theirs = {}
+        for number, (name, save) in enumerate(peers().items()):
+            place = Path(folder) / str(number)
+            place.mkdir()
+            with one_process_group(place):
+                blocked_s = statistics.median(blocked(save, state, place, _PEER_ROUNDS))
+            theirs[name] = {"blocked_s": blocked_s, "blocked_over_floor": blocked_s / floor}
+    ours = statistics.median(later)
     figures = {
         "floor_s": floor,
         "blocked_s_first": first,
-        "blocked_s_warm": statistics.median(warm),
-        "blocked_over_floor": statistics.median(warm) / floor,
-        "dcp_async_save_blocked_s": theirs,
+        "blocked_s": ours,
+        "blocked_over_floor": ours / floor,
+        "over_async_save": ours / theirs["dcp.async_save"]["blocked_s"],
     }
-    case = Case(
-        f"{tensors} x {tensor_bytes >> 20} MiB",
-        figures,
-        {"dcp.async_save": {"blocked_s": theirs, "over_floor": theirs / floor}},
-        "medians; first: after prepare(); floor: the same tensors copied into touched memory",
-    )
-    return Report("checkpoint", figures, [case])
+    note = "medians; first: after prepare(); floor: the same tensors copied into touched memory"
+    return Case(f"{tensors} x {size_bytes >> 10} KiB", figures, theirs, note)
 
 
-def _forebay(state: dict[str, torch.Tensor], folder: Path) -> tuple[list[float], float, list[float]]:
+def _forebay(state: State, folder: Path) -> tuple[list[float], float, list[float]]:
     """(floors, first save, later saves), floor and save in turns so that both see the same machine."""
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     # Nothing is removed meanwhile: unlinking gigabytes would disturb floor and save alike.
@@ -56,32 +78,17 @@ def _forebay(state: dict[str, torch.Tensor], folder: Path) -> tuple[list[float],
     with home, running_daemon("checkpoint", {}), Checkpointer("bench") as checkpoints:
         checkpoints.prepare(state)
         _copy(state, target)
-        floors, blocked = [], []
+        floors, seconds = [], []
         for step in range(_ROUNDS + 1):
             floors.append(_timed(lambda: _copy(state, target)))
-            blocked.append(_timed(partial(checkpoints.save, step, state)))
+            seconds.append(_timed(partial(checkpoints.save, step, state)))
             checkpoints.wait()
-    return floors, blocked[0], blocked[1:]
+    return floors, seconds[0], seconds[1:]
 
 
-def _copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+def _copy(source: State, target: State) -> None:
     for name, tensor in source.items():
         target[name].copy_(tensor)
-
-
-def _async_save(state: dict[str, torch.Tensor], folder: Path) -> float:
-    """torch's own, in its default (thread) mode, one process."""
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
-    try:
-        blocked = []
-        for step in range(3):
-            began_at = time.perf_counter()
-            future = async_save(state, checkpoint_id=str(folder / f"dcp-{step}"))
-            blocked.append(time.perf_counter() - began_at)
-            (future if isinstance(future, Future) else future.upload_completion).result()
-        return statistics.median(blocked)
-    finally:
-        dist.destroy_process_group()
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -14,11 +14,11 @@ Seed = Annotated[int, typer.Option(help="Seed of the data.")]
 
 
 @app.command()
-def checkpoint(json: JsonFile = None, tensors: int = 32, tensor_mib: int = 32) -> None:
-    """Blocked time of a save, against a plain copy and dcp.async_save."""
+def checkpoint(json: JsonFile = None, saves: int = 200) -> None:
+    """Save, drain, upload and restore, against plain copies, the disk alone, and torch's own ways."""
     from forebay.benchmarks.checkpoint import bench
 
-    bench(tensors, tensor_mib << 20).publish(json)
+    bench(saves).publish(json)
 
 
 @app.command()

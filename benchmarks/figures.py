@@ -9,7 +9,7 @@ import msgspec
 from forebay.benchmarks.report import Report
 
 _COMMANDS = {
-    "checkpoint": "Blocked time of a save, beside one plain copy of the same bytes and `dcp.async_save`.",
+    "checkpoint": "Save, drain, upload and restore, beside plain copies, the disk alone and torch.",
     "loader": "Samples per second, hot and undecoded, beside webdataset on the same files.",
     "staging": "Cold to hot through stagerd, every MD5 checked, beside other clients on the same objects.",
     "eviction": "Hit ratios of stagerd's own evictor beside other policies and the optimum, same traces.",

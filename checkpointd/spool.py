@@ -35,6 +35,8 @@ from forebay.tiers.store import ObjectInfo
 
 log = structlog.get_logger()
 
+_NICEST = 19
+
 
 class Spool:
     """`root` holds run folders; the store over it makes it a tier like any other."""
@@ -135,10 +137,15 @@ def _drain(arena_fd: int, landing: FileLanding, size_bytes: int) -> str:
     # Not closed by hand: after an error somebody may still look at a part of it.
     arena = mmap.mmap(arena_fd, DATA_OFFSET + size_bytes, prot=mmap.PROT_READ)
     body = memoryview(arena)[DATA_OFFSET:]
-    with ThreadPoolExecutor(1) as beside:
-        digest = beside.submit(digest_bytes, body)
-        landing.write(body, 0)
+    with ThreadPoolExecutor(2, initializer=_behind_the_trainer) as workers:
+        digest = workers.submit(digest_bytes, body)
+        workers.submit(landing.write, body, 0).result()
         return digest.result()
+
+
+def _behind_the_trainer() -> None:
+    """This thread runs when nobody else wants the core (setpriority(2) is by thread on Linux)."""
+    os.setpriority(os.PRIO_PROCESS, 0, _NICEST)
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -262,9 +262,11 @@ static PyObject *write_steps(PyObject *self, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "iy*Lnn", &fd, &body, &offset, &step, &align))
         return NULL;
-    /* Memory that is aligned already needs no copy. */
+    /* Memory that is aligned already needs no copy, and no small steps to keep one in the cache. */
     if (align && ((uintptr_t)body.buf % align || step % align))
         failed = posix_memalign(&aligned, (size_t)align, (size_t)step);
+    else if (align)
+        step *= 16;
     Py_BEGIN_ALLOW_THREADS;
     while (done < body.len && !failed) {
         size_t want = body.len - done < step ? (size_t)(body.len - done) : (size_t)step;
