@@ -137,13 +137,13 @@ def _drain(arena_fd: int, landing: FileLanding, size_bytes: int) -> str:
     # Not closed by hand: after an error somebody may still look at a part of it.
     arena = mmap.mmap(arena_fd, DATA_OFFSET + size_bytes, prot=mmap.PROT_READ)
     body = memoryview(arena)[DATA_OFFSET:]
-    with ThreadPoolExecutor(2, initializer=_behind_the_trainer) as workers:
+    with ThreadPoolExecutor(2, initializer=behind_the_trainer) as workers:
         digest = workers.submit(digest_bytes, body)
         workers.submit(landing.write, body, 0).result()
         return digest.result()
 
 
-def _behind_the_trainer() -> None:
+def behind_the_trainer() -> None:
     """This thread runs when nobody else wants the core (setpriority(2) is by thread on Linux)."""
     os.setpriority(os.PRIO_PROCESS, 0, _NICEST)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
@@ -10,10 +12,12 @@ from anyio import to_thread
 from forebay.checkpointd import layout
 from forebay.checkpointd.attempts import Attempt
 from forebay.checkpointd.layout import FileRecord
+from forebay.checkpointd.spool import behind_the_trainer
 from forebay.core.config import CheckpointSettings
 from forebay.core.errors import DigestMismatch, StoreUnreachable
 from forebay.core.failpoint import failpoint
-from forebay.tiers.digest import StreamDigest, md5_file, multipart_etag
+from forebay.tiers.digest import StreamDigest
+from forebay.tiers.md5 import object_etag
 from forebay.tiers.store import Grant, ObjectInfo, Store
 from forebay.tiers.transfer import retrying
 
@@ -32,11 +36,14 @@ async def upload(
     record = layout.read_manifest(folder / layout.rank_manifest(attempt.rank)).file
     prefix = layout.folder(attempt.run, attempt.step, attempt.attempt)
 
+    path = folder / record.name
+    etag = _beside(object_etag, path, policy.part_bytes) if store.url.startswith("s3:") else None
+
     async def file() -> None:
-        key = f"{prefix}/{record.name}"
-        path = folder / record.name
-        info = await store.put_file(key, path, part_bytes=policy.part_bytes, grant=grant)
-        await _verify(store, info, path, record, policy.part_bytes)
+        info = await store.put_file(
+            f"{prefix}/{record.name}", path, part_bytes=policy.part_bytes, grant=grant
+        )
+        await _verify(store, info, record, etag)
 
     async def manifest() -> None:
         name = layout.rank_manifest(attempt.rank)
@@ -54,20 +61,25 @@ async def upload(
         )
 
 
-async def _verify(store: Store, put: ObjectInfo, local: Path, record: FileRecord, part_bytes: int) -> None:
+def _beside(call: Callable[[Path, int], str], path: Path, part_bytes: int) -> Future[str]:
+    """In a thread of its own, while the bytes go up; it ends by itself."""
+    worker = ThreadPoolExecutor(1, initializer=behind_the_trainer)
+    found = worker.submit(call, path, part_bytes)
+    worker.shutdown(wait=False)
+    return found
+
+
+async def _verify(store: Store, put: ObjectInfo, record: FileRecord, etag: Future[str] | None) -> None:
     """Size and checksum as the store has them; read back when it names none that can be compared."""
     there = await store.head(put.key)
     if there.size_bytes != record.size_bytes:
         raise DigestMismatch(
             f"{store.url}/{put.key} has {there.size_bytes} bytes upstream, {record.size_bytes} were sent"
         )
+    if etag and there.version.strip('"') == await to_thread.run_sync(etag.result):
+        return
     if there.md5 is not None:
-        if there.md5 != await to_thread.run_sync(md5_file, local):
-            raise DigestMismatch(f"{store.url}/{put.key} has another MD5 than what was sent")
-        return
-    etag = there.version.strip('"')
-    if "-" in etag and etag == await to_thread.run_sync(multipart_etag, local, part_bytes):
-        return
+        raise DigestMismatch(f"{store.url}/{put.key} has another MD5 than what was sent")
     if await read_digest(store, there) != record.digest:
         raise DigestMismatch(f"{store.url}/{put.key} reads back with another digest than what was sent")
 

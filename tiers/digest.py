@@ -6,7 +6,6 @@ xxh3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 from __future__ import annotations
 
 import errno
-import hashlib
 import mmap
 import os
 from collections.abc import Awaitable, Callable
@@ -132,17 +131,3 @@ def digest_uncached(path: Path) -> str:
 def digest_file(path: Path) -> str:
     with path.open("rb") as file:
         return digest_fd(file.fileno())
-
-
-def multipart_etag(path: Path, part_bytes: int) -> str:
-    """What S3 answers for a multipart upload: the MD5 of the parts' MD5s, then their number."""
-    digests = []
-    with path.open("rb") as file:
-        while part := file.read(part_bytes):
-            digests.append(hashlib.md5(part, usedforsecurity=False).digest())
-    return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
-
-
-def md5_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
