@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from forebay.core.protocol import Keep
+
 if TYPE_CHECKING:
     from forebay.checkpointd.client import Checkpointer, SaveHandle
     from forebay.checkpointd.dcp import ForebayReader, ForebayWriter
 
-__all__ = ["Checkpointer", "ForebayReader", "ForebayWriter", "SaveHandle"]
+__all__ = ["Checkpointer", "ForebayReader", "ForebayWriter", "Keep", "SaveHandle"]
 
 
 def __getattr__(name: str) -> Any:
