@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from forebay.api import render
 from forebay.api.staging import AsJson
-from forebay.core.channel import ask
+from forebay.core.channel import Channel, ask
 from forebay.core.config import Settings
 from forebay.core.errors import InvalidRequest
 from forebay.core.protocol import (
@@ -17,11 +19,13 @@ from forebay.core.protocol import (
     CheckpointOpened,
     Checkpoints,
     Done,
+    FileReady,
     Flush,
     Flushed,
     Keep,
     ListCheckpoints,
     OpenCheckpoint,
+    OpenFile,
     PinCheckpoint,
     Prune,
     VerifyCheckpoints,
@@ -93,6 +97,33 @@ def where(
     rows = [(file.name, format_bytes(file.size_bytes), " > ".join(file.tiers)) for file in opened.files]
     title = f"{run} step {opened.checkpoint.step} attempt {opened.checkpoint.attempt}"
     render.print_table(("FILE", "SIZE", "FROM"), rows, title=title)
+
+
+@app.command()
+def fetch(
+    run: Annotated[str, typer.Argument(help="The run.")],
+    into: Annotated[Path, typer.Argument(help="A folder; made if it is not there.")],
+    step: Annotated[int | None, typer.Option(help="This step; the newest if not given.")] = None,
+    upstream: Upstream = None,
+) -> None:
+    """The files of a checkpoint, verified, under the names they had in a watched folder."""
+    socket = Settings.load().checkpoint_socket
+    with Channel.connect(socket, "cli") as channel:
+        request = OpenCheckpoint(run, upstream, step, verify=True)
+        opened, _ = channel.request(request, expect=CheckpointOpened, timeout_s=_READ_S)
+        at = opened.checkpoint
+        targets = {file.name: into / file.name.removeprefix("files/") for file in opened.files}
+        if there := [str(target) for target in targets.values() if target.exists()]:
+            raise InvalidRequest(f"{there[0]} is there already", hint="name a folder without them")
+        for name, target in targets.items():
+            asked = OpenFile(run, at.step, at.attempt, name)
+            _, (fd,) = channel.request(asked, expect=FileReady, timeout_s=_READ_S)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(f".{target.name}.part")
+            with open(fd, "rb") as source, partial.open("wb") as copy:
+                shutil.copyfileobj(source, copy, 16 << 20)
+            partial.rename(target)
+    render.out.print(f"{run} step {at.step}: {len(targets)} files in {into}")
 
 
 @app.command()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from forebay.checkpointd import layout
-from forebay.checkpointd.layout import Commit, RankManifest
+from forebay.checkpointd.layout import Commit, FileRecord, RankManifest
 from forebay.core.errors import (
     AlreadyExists,
     BucketNotFound,
@@ -34,7 +34,7 @@ async def try_commit(store: Store, run: str, step: int, attempt: str, world_size
     commit_key = f"{prefix}/{layout.COMMIT}"
     if commit_key in objects:
         return await _read(store, objects[commit_key], run, step, attempt)
-    files, about = [], About()
+    files, about = list[FileRecord](), About()
     for rank in range(world_size):
         manifest_info = objects.get(f"{prefix}/{layout.rank_manifest(rank)}")
         if manifest_info is None:
@@ -42,12 +42,11 @@ async def try_commit(store: Store, run: str, step: int, attempt: str, world_size
         manifest = await _manifest(store, manifest_info)
         if (manifest.attempt, manifest.rank, manifest.world_size) != (attempt, rank, world_size):
             raise CheckpointCorrupt(f"{store.url}/{manifest_info.key} belongs to another attempt")
-        there = objects.get(f"{prefix}/{manifest.file.name}")
-        if there is None or there.size_bytes != manifest.file.size_bytes:
-            raise CheckpointCorrupt(
-                f"{store.url}/{prefix}/{manifest.file.name} is not what its manifest says"
-            )
-        files.append(manifest.file)
+        for file in manifest.files:
+            there = objects.get(f"{prefix}/{file.name}")
+            if there is None or there.size_bytes != file.size_bytes:
+                raise CheckpointCorrupt(f"{store.url}/{prefix}/{file.name} is not what its manifest says")
+        files += manifest.files
         about = about if rank else manifest.about
     commit = Commit(run, step, attempt, world_size, files, time.time(), about)
     try:

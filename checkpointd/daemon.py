@@ -7,6 +7,7 @@ import structlog
 from anyio import to_thread
 
 from forebay.checkpointd.attempts import Attempts
+from forebay.checkpointd.dropbox import Dropbox
 from forebay.checkpointd.memory import Memory
 from forebay.checkpointd.pipeline import Pipeline
 from forebay.checkpointd.sessions import CheckpointSessions
@@ -38,6 +39,8 @@ class Checkpointd:
                     sessions = CheckpointSessions(attempts, spool, memory, self._pipeline)
                     tasks.start_soon(memory.run)
                     self._pipeline.resume()
+                    for folder in settings.dropbox:
+                        tasks.start_soon(Dropbox(folder, attempts, self._pipeline).run)
                     async with await channel.listen(settings.checkpoint_socket) as listener:
                         log.info("ready", socket=str(settings.checkpoint_socket), spool=str(spool.root))
                         notify("READY=1")

@@ -5,6 +5,8 @@
                                    COMMIT.json               written last
                                    PIN.json                  retention leaves it alone
 
+What a watched folder held lies below `files/`, under the names it had there.
+
 A name from outside (a message, a manifest) is checked here before it becomes a path (C8).
 """
 
@@ -17,14 +19,16 @@ import msgspec
 
 from forebay.core.errors import CheckpointCorrupt, InvalidRequest
 from forebay.core.protocol import About
+from forebay.tiers.store import check_key
 
 COMMIT = "COMMIT.json"
 PIN = "PIN.json"
+WATCHED = "files/"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _FILE = re.compile(r"rank-(?P<rank>\d{5})\.safetensors")
 _OURS = re.compile(r"rank-\d{5}\.(safetensors|manifest\.json)(\.damaged)?")
-_COMMIT_KEY = re.compile(r"(?:(?P<run>.+)/)?step-(?P<step>\d{9,})/(?P<attempt>[^/]+)/COMMIT\.json")
+_COMMIT_KEY = re.compile(r"(?:(?P<run>[^/]+)/)?step-(?P<step>\d{9,})/(?P<attempt>[^/]+)/COMMIT\.json")
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -43,7 +47,7 @@ class RankManifest(msgspec.Struct, frozen=True):
     attempt: str
     rank: int
     world_size: int
-    file: FileRecord
+    files: list[FileRecord]
     about: About = About()
 
 
@@ -76,15 +80,17 @@ def check_attempt(attempt: str) -> str:
 
 
 def check_file(name: str) -> str:
-    rank_of(name)
+    if not _FILE.fullmatch(name):
+        if not name.startswith(WATCHED):
+            raise InvalidRequest(f"{name!r} is no file of a checkpoint")
+        check_key(name)
     return name
 
 
-def rank_of(name: str) -> int:
+def rank_of(name: str) -> int | None:
+    """None for a file of a watched folder."""
     found = _FILE.fullmatch(name)
-    if not found:
-        raise InvalidRequest(f"{name!r} is no file of a checkpoint")
-    return int(found["rank"])
+    return int(found["rank"]) if found else None
 
 
 def is_ours(name: str) -> bool:
@@ -121,7 +127,11 @@ def read_commit(data: bytes, where: str, run: str, step: int, attempt: str) -> C
     names = [file.name for file in commit.files]
     if (commit.run, commit.step, commit.attempt) != (run, step, attempt):
         raise CheckpointCorrupt(f"{where} belongs to {commit.run} step {commit.step} {commit.attempt}")
-    if names != [rank_file(rank) for rank in range(commit.world_size)]:
+    try:
+        watched = bool(names) and all(check_file(name).startswith(WATCHED) for name in names)
+    except InvalidRequest as err:
+        raise CheckpointCorrupt(f"{where}: {err.message}") from err
+    if not watched and names != [rank_file(rank) for rank in range(commit.world_size)]:
         raise CheckpointCorrupt(f"{where} lists {len(names)} files for {commit.world_size} ranks")
     return commit
 

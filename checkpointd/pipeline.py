@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -16,6 +17,7 @@ from forebay.checkpointd.attempts import Attempt, Attempts
 from forebay.checkpointd.commit import missing_ranks, try_commit
 from forebay.checkpointd.layout import Commit
 from forebay.checkpointd.queue import UploadQueue
+from forebay.checkpointd.recipes import Candidate
 from forebay.checkpointd.retention import trim, trim_spool
 from forebay.checkpointd.spool import Spool
 from forebay.checkpointd.uplink import Uplink
@@ -78,6 +80,10 @@ class Pipeline:
         """Takes over the descriptor."""
         self._tasks.start_soon(self._from_memory, attempt, arena_fd, generation, about)
 
+    def take(self, attempt: Attempt, found: Candidate) -> None:
+        """What a watched folder holds."""
+        self._tasks.start_soon(self._from_folder, attempt, found)
+
     def resume(self) -> None:
         """What reached the disk before the daemon died goes on from there."""
         for attempt in self._attempts.open():
@@ -109,10 +115,17 @@ class Pipeline:
         with self._ends(attempt):
             try:
                 async with self._disk:
-                    record = await to_thread.run_sync(self._spool.write, attempt, arena_fd, generation, about)
+                    digest = await to_thread.run_sync(self._spool.write, attempt, arena_fd, generation, about)
             finally:
                 os.close(arena_fd)
-            await self._onward(self._attempts.reached(attempt, "local", record.digest))
+            await self._onward(self._attempts.reached(attempt, "local", digest))
+
+    async def _from_folder(self, attempt: Attempt, found: Candidate) -> None:
+        with self._ends(attempt):
+            take = partial(self._spool.take, attempt, found.root, found.names, copy=found.in_place)
+            async with self._disk:
+                await to_thread.run_sync(take)
+            await self._onward(self._attempts.reached(attempt, "local"))
 
     async def _from_disk(self, attempt: Attempt) -> None:
         with self._ends(attempt):

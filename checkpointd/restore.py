@@ -124,7 +124,8 @@ class Restorer:
         return CheckpointFile(file.name, file.size_bytes, file.digest, tiers)
 
     def _in_memory(self, commit: Commit, name: str) -> int | None:
-        return self._memory.find(commit.run, commit.attempt, layout.rank_of(name))
+        rank = layout.rank_of(name)
+        return None if rank is None else self._memory.find(commit.run, commit.attempt, rank)
 
     def _in_spool(self, commit: Commit, file: FileRecord) -> bool:
         path = self._spool.path(commit.run, commit.step, commit.attempt, file.name)
@@ -140,8 +141,9 @@ class Restorer:
 
     async def repair(self, request: RepairFile, upstream: Store) -> None:
         """Raises CheckpointCorrupt when no tier has the file whole."""
-        if request.tier == "memory":
-            self._memory.forget(request.run, request.attempt, layout.rank_of(request.name))
+        rank = layout.rank_of(request.name)
+        if request.tier == "memory" and rank is not None:
+            self._memory.forget(request.run, request.attempt, rank)
         for checkpoint, commit in await _survey(self._spool, upstream, request.run):
             if commit and (checkpoint.step, checkpoint.attempt) == (request.step, request.attempt):
                 for file in commit.files:

@@ -79,9 +79,10 @@ async def trim(store: Store, run: str, keep: Keep) -> list[Found]:
     gone = await leaving(store, run, keep)
     for at in gone:
         prefix = layout.folder(run, at.step, at.attempt)
+        listed = {f"{prefix}/{file.name}" for file in at.commit.files} if at.commit else set()
         await store.delete(f"{prefix}/{layout.COMMIT}")
         async for info in store.list(f"{prefix}/"):
-            if layout.is_ours(info.key.rpartition("/")[2]):
+            if info.key in listed or layout.is_ours(info.key.removeprefix(f"{prefix}/")):
                 await store.delete(info.key)
         log.info("left upstream", run=run, step=at.step, attempt=at.attempt, store=store.url)
     return gone

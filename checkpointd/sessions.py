@@ -132,8 +132,9 @@ class CheckpointSessions:
             return await self._restorer.open(request, upstream), ()
 
     async def _open_file(self, request: OpenFile) -> Reply:
-        if request.memory:
-            fd = self._memory.find(request.run, request.attempt, layout.rank_of(request.name))
+        rank = layout.rank_of(layout.check_file(request.name))
+        if request.memory and rank is not None:
+            fd = self._memory.find(request.run, request.attempt, rank)
             if fd is not None:
                 return FileReady("memory", DATA_OFFSET), [opened_again(fd)]
         path = self._spool.path(request.run, request.step, request.attempt, request.name)

@@ -6,10 +6,14 @@ comes its manifest, the same way. So a manifest vouches for a file that survives
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import shutil
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -22,7 +26,7 @@ from forebay.checkpointd.layout import FileRecord, RankManifest
 from forebay.core.errors import CheckpointCorrupt
 from forebay.core.failpoint import failpoint
 from forebay.core.protocol import About
-from forebay.tiers.digest import digest_bytes
+from forebay.tiers.digest import digest_bytes, digest_fd
 from forebay.tiers.filesystem import (
     OWN_TEMPORARY,
     TEMPORARY,
@@ -36,6 +40,7 @@ from forebay.tiers.store import ObjectInfo
 log = structlog.get_logger()
 
 _NICEST = 19
+_COPY_BYTES = 16 << 20
 
 
 class Spool:
@@ -49,8 +54,8 @@ class Spool:
     def folder(self, attempt: Attempt) -> Path:
         return self.root / layout.folder(attempt.run, attempt.step, attempt.attempt)
 
-    def write(self, attempt: Attempt, arena_fd: int, generation: int, about: About) -> FileRecord:
-        """Arena -> file and manifest. Runs in a thread. Raises OSError, CheckpointCorrupt."""
+    def write(self, attempt: Attempt, arena_fd: int, generation: int, about: About) -> str:
+        """Arena -> file and manifest; its digest. Runs in a thread. Raises OSError, CheckpointCorrupt."""
         folder = self.folder(attempt)
         folder.mkdir(parents=True, exist_ok=True)
         for parent in (folder, *folder.parents):
@@ -69,12 +74,33 @@ class Spool:
             landing.close(keep=False)
         failpoint("spool.filed")
         record = FileRecord(name, attempt.size_bytes, digest)
+        self._write_manifest(attempt, [record], about)
+        return digest
+
+    def take(self, attempt: Attempt, root: Path, names: Sequence[str], *, copy: bool) -> None:
+        """Files of a watched folder -> spool, by hard link where that is possible, and a manifest.
+
+        `copy`: they are overwritten in place, so that a link would change with them. Raises OSError;
+        CheckpointCorrupt when one changes meanwhile.
+        """
+        folder = self.folder(attempt)
+        records = []
+        for name in names:
+            target = folder / layout.check_file(f"{layout.WATCHED}{name}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            records.append(_take(root / name, target, f"{layout.WATCHED}{name}", copy=copy))
+        for parent in {target for name in names for target in (folder / layout.WATCHED / name).parents}:
+            if self.root in (parent, *parent.parents):
+                sync_directory(parent)
+        self._write_manifest(attempt, records, About())
+
+    def _write_manifest(self, attempt: Attempt, files: list[FileRecord], about: About) -> None:
         manifest = RankManifest(
-            attempt.run, attempt.step, attempt.attempt, attempt.rank, attempt.world_size, record, about
+            attempt.run, attempt.step, attempt.attempt, attempt.rank, attempt.world_size, files, about
         )
-        _write_synced(folder / layout.rank_manifest(attempt.rank), layout.encode(manifest))
+        name = layout.rank_manifest(attempt.rank)
+        _write_synced(self.folder(attempt) / name, layout.encode(manifest))
         failpoint("spool.manifested")
-        return record
 
     def write_commit(self, commit: layout.Commit) -> None:
         """The same record on this tier, so that the local copy is a checkpoint of its own."""
@@ -90,11 +116,10 @@ class Spool:
         folder = self.root / layout.folder(run, at.step, at.attempt)
         if at.commit is None:
             return False
-        own = {
-            layout.rank_file(rank)
-            for rank in range(at.commit.world_size)
-            if (folder / layout.rank_manifest(rank)).is_file()
-        }
+        own: set[str] = set()
+        for path in folder.glob("rank-*.manifest.json"):
+            with suppress(CheckpointCorrupt):
+                own |= {file.name for file in layout.read_manifest(path).files}
         return own <= at.there if own else at.problem is None
 
     def remove(self, run: str, step: int, attempt: str) -> bool:
@@ -107,13 +132,20 @@ class Spool:
             return False
         (folder / layout.COMMIT).unlink(missing_ok=True)
         failpoint("retention.uncommitted")
+        watched: set[Path] = set()
+        for path in folder.glob("rank-*.manifest.json"):
+            with suppress(CheckpointCorrupt):
+                watched |= {folder / file.name for file in layout.read_manifest(path).files}
         for path in sorted(folder.iterdir()):
             ours = layout.is_ours(path.name) or path.name.startswith(TEMPORARY)
             if ours and not path.is_symlink():
                 path.unlink()
-        for emptied in (folder, folder.parent):
+        for path in watched:
+            path.unlink(missing_ok=True)
+        parents = {parent for path in watched for parent in path.parents if folder in parent.parents}
+        for emptied in (*sorted(parents, key=lambda path: -len(path.parts)), folder, folder.parent):
             # Others' files, and other attempts of that step, keep their folders.
-            if not any(emptied.iterdir()):
+            if emptied.is_dir() and not any(emptied.iterdir()):
                 emptied.rmdir()
         return True
 
@@ -146,6 +178,40 @@ def _drain(arena_fd: int, landing: FileLanding, size_bytes: int) -> str:
 def behind_the_trainer() -> None:
     """This thread runs when nobody else wants the core (setpriority(2) is by thread on Linux)."""
     os.setpriority(os.PRIO_PROCESS, 0, _NICEST)
+
+
+def _take(source: Path, target: Path, name: str, *, copy: bool) -> FileRecord:
+    """The source's bytes at one moment, on the disk, under a name of their own. Links are not followed."""
+    before = _moment(source)
+    target.unlink(missing_ok=True)
+    if copy or not _linked(source, target):
+        taken = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(taken, "rb") as from_, target.open("xb") as to:
+            shutil.copyfileobj(from_, to, _COPY_BYTES)
+    with open(os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        digest = digest_fd(file.fileno())
+        os.fsync(file.fileno())
+        size_bytes = os.fstat(file.fileno()).st_size
+    if _moment(source) != before:
+        target.unlink()
+        raise CheckpointCorrupt(f"{source} was written to while it was taken")
+    return FileRecord(name, size_bytes, digest)
+
+
+def _moment(path: Path) -> tuple[int, int, int]:
+    """Another one means other bytes. A link that is made changes none of it."""
+    found = path.lstat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _linked(source: Path, target: Path) -> bool:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as err:
+        if err.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+            raise
+        return False
+    return True
 
 
 def _write_synced(path: Path, data: bytes) -> None:

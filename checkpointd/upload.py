@@ -14,7 +14,7 @@ from forebay.checkpointd.attempts import Attempt
 from forebay.checkpointd.layout import FileRecord
 from forebay.checkpointd.spool import behind_the_trainer
 from forebay.core.config import CheckpointSettings
-from forebay.core.errors import DigestMismatch, StoreUnreachable
+from forebay.core.errors import DigestMismatch, ObjectNotFound, StoreUnreachable
 from forebay.core.failpoint import failpoint
 from forebay.tiers.digest import StreamDigest
 from forebay.tiers.md5 import object_etag
@@ -33,32 +33,39 @@ async def upload(
 
     Raises StoreError kinds, DigestMismatch, StoreUnreachable at the time limit.
     """
-    record = layout.read_manifest(folder / layout.rank_manifest(attempt.rank)).file
     prefix = layout.folder(attempt.run, attempt.step, attempt.attempt)
-
-    path = folder / record.name
-    etag = _beside(object_etag, path, policy.part_bytes) if store.url.startswith("s3:") else None
-
-    async def file() -> None:
-        info = await store.put_file(
-            f"{prefix}/{record.name}", path, part_bytes=policy.part_bytes, grant=grant
-        )
-        await _verify(store, info, record, etag)
+    name = layout.rank_manifest(attempt.rank)
 
     async def manifest() -> None:
-        name = layout.rank_manifest(attempt.rank)
         await store.put(f"{prefix}/{name}", (folder / name).read_bytes())
 
     with anyio.move_on_after(policy.upload_timeout_s) as limit:
-        await retrying(file, _MANY)
+        for record in layout.read_manifest(folder / name).files:
+            await _upload_file(store, prefix, folder, record, policy.part_bytes, grant)
         failpoint("upload.put")
         await retrying(manifest, _MANY)
         failpoint("upload.manifested")
     if limit.cancelled_caught:
         raise StoreUnreachable(
-            f"{store.url} did not take {record.name} within {policy.upload_timeout_s:g} s",
+            f"{store.url} did not take {prefix} within {policy.upload_timeout_s:g} s",
             hint="it stays in the spool; the next start of checkpointd tries again",
         )
+
+
+async def _upload_file(
+    store: Store, prefix: str, folder: Path, record: FileRecord, part_bytes: int, grant: Grant
+) -> None:
+    """Put and verified; what a crash left whole upstream is not put again (C9)."""
+    key, path = f"{prefix}/{record.name}", folder / record.name
+    etag = _beside(object_etag, path, part_bytes) if store.url.startswith("s3:") else None
+
+    async def file() -> None:
+        if await _problem(store, key, record, etag):
+            await store.put_file(key, path, part_bytes=part_bytes, grant=grant)
+            if problem := await _problem(store, key, record, etag):
+                raise DigestMismatch(f"{store.url}/{key} {problem}")
+
+    await retrying(file, _MANY)
 
 
 def _beside(call: Callable[[Path, int], str], path: Path, part_bytes: int) -> Future[str]:
@@ -69,19 +76,21 @@ def _beside(call: Callable[[Path, int], str], path: Path, part_bytes: int) -> Fu
     return found
 
 
-async def _verify(store: Store, put: ObjectInfo, record: FileRecord, etag: Future[str] | None) -> None:
-    """Size and checksum as the store has them; read back when it names none that can be compared."""
-    there = await store.head(put.key)
+async def _problem(store: Store, key: str, record: FileRecord, etag: Future[str] | None) -> str | None:
+    """By size and checksum as the store has them; read back when it names none that can be compared."""
+    try:
+        there = await store.head(key)
+    except ObjectNotFound:
+        return "is not there"
     if there.size_bytes != record.size_bytes:
-        raise DigestMismatch(
-            f"{store.url}/{put.key} has {there.size_bytes} bytes upstream, {record.size_bytes} were sent"
-        )
+        return f"has {there.size_bytes} bytes upstream, {record.size_bytes} were sent"
     if etag and there.version.strip('"') == await to_thread.run_sync(etag.result):
-        return
+        return None
     if there.md5 is not None:
-        raise DigestMismatch(f"{store.url}/{put.key} has another MD5 than what was sent")
+        return "has another MD5 than what was sent"
     if await read_digest(store, there) != record.digest:
-        raise DigestMismatch(f"{store.url}/{put.key} reads back with another digest than what was sent")
+        return "reads back with another digest than what was sent"
+    return None
 
 
 async def read_digest(store: Store, info: ObjectInfo) -> str:

@@ -133,6 +133,18 @@ class CheckpointSettings(_Section):
     drain_s: float = Field(25.0, ge=0, description="longest time for that")
 
 
+class DropboxSettings(_Section):
+    """A folder that another tool writes checkpoints to (`[[dropbox]]`)."""
+
+    path: Path
+    run: str = Field(description="name of the run, and of its folder upstream")
+    upstream: str | None = Field(None, description="URL where its checkpoints become durable")
+    recipe: Literal["hf", "lightning", "megatron", "dcp", "file"] = Field(
+        description="who writes there, and so when a checkpoint is complete"
+    )
+    settle_s: float = Field(5.0, gt=0, description="how long its files must lie still")
+
+
 class ApiSettings(_Section):
     """forebay-api: REST for people and programs; loopback only, for now."""
 
@@ -162,6 +174,7 @@ class Settings(BaseSettings):
     network: NetworkSettings = NetworkSettings()  # type: ignore[call-arg]
     source: tuple[SourceSettings, ...] = ()
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
+    dropbox: tuple[DropboxSettings, ...] = ()
     api: ApiSettings = ApiSettings()  # type: ignore[call-arg]
     s3: S3Settings = S3Settings()  # type: ignore[call-arg]
 
