@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import secrets
@@ -70,6 +71,13 @@ _OBJECTS = "forebay_objects"
 _READ_S = 3600.0
 
 
+# An attempt is named by the coordinator's process and the number of the save, which all ranks count alike.
+# torch may hand out plans of earlier saves again (enable_plan_caching), to some ranks and not to others,
+# and keeps them per process: so nothing that changes from save to save can be in a plan.
+_session = secrets.token_hex(10)
+_saves = itertools.count(1)
+
+
 def _step_of(checkpoint_id: str | os.PathLike[str] | None, default: int | None) -> int | None:
     if checkpoint_id is None:
         return default
@@ -113,11 +121,11 @@ class ForebayWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The coordinator names the attempt; torch's own scatter of the plans tells everybody (C3)."""
-        attempt = secrets.token_hex(10)
-        named = _Attempt(attempt, len(plans))
+        named = _Attempt(_session, len(plans))
         return [dataclasses.replace(plan, storage_data=named) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        number = next(_saves)
         if self.step is None:
             raise InvalidRequest("no step was given", hint='dcp.save(..., checkpoint_id="100")')
         tensors, metadata, results = _collect(plan, planner)
@@ -125,7 +133,8 @@ class ForebayWriter(StorageWriter):
         if self._handover is None:
             self._handover = Handover(Settings.load(), buffers=2)
         named: _Attempt = plan.storage_data
-        target = Target(self.run, self.step, named.id, self._rank, named.world_size, self.upstream)
+        attempt = f"{named.session}-{number:06d}"
+        target = Target(self.run, self.step, attempt, self._rank, named.world_size, self.upstream)
         self._handover.report_failure()
         self._last = self._handover.send(
             target, container.size_bytes, lambda into: container.fill(into, tensors)
@@ -144,7 +153,7 @@ class ForebayWriter(StorageWriter):
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
-    id: str
+    session: str
     world_size: int
 
 

@@ -1,4 +1,4 @@
-"""The real Trainer of transformers and the real Lightning, unchanged: what they save comes back and resumes."""
+"""The real Trainer of transformers and the real Lightning, unchanged: what they save comes back."""
 
 from __future__ import annotations
 

@@ -425,55 +425,6 @@ def test_dcp_saves_and_loads(daemon: Node, upstream: str, tmp_path: Path):
     assert target["model"]["weight"].unique().tolist() == [1.0]
 
 
-SHARDED = """
-import os, sys
-import torch, torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from forebay.checkpointd import ForebayReader, ForebayWriter
-dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-whole = torch.arange(70.0).reshape(10, 7)
-def state(fill):
-    data = whole if fill else torch.zeros(10, 7)
-    return {"a": distribute_tensor(data.clone(), mesh, [Shard(0)]),
-            "b": distribute_tensor(data.clone(), mesh, [Shard(1)]),
-            "c": torch.full((3,), 5.0) if fill else torch.zeros(3), "x": 7 if fill else 0}
-if sys.argv[1] == "save":
-    writer = ForebayWriter("sharded", upstream=sys.argv[2])
-    dcp.save(state(True), storage_writer=writer, checkpoint_id="3")
-    writer.wait()
-else:
-    found = state(False)
-    dcp.load(found, storage_reader=ForebayReader("sharded", upstream=sys.argv[2]))
-    assert torch.equal(found["a"].full_tensor(), whole) and torch.equal(found["b"].full_tensor(), whole)
-    assert found["c"].tolist() == [5.0] * 3 and found["x"] == 7
-dist.destroy_process_group()
-"""
-
-
-def torchrun(ranks: int, script: str, *args: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    command += [
-        "--master-addr=127.0.0.1",
-        f"--master-port={free_ports(1)[0]}",
-        "--monitor-interval=0.1",
-        script,
-    ]
-    run = subprocess.run([*command, *args], capture_output=True, text=True, check=False, timeout=120)
-    assert run.returncode == 0, run.stderr[-3000:]
-
-
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 1), (1, 2)])
-def test_dcp_reshards(daemon: Node, upstream: str, tmp_path: Path, saved_by: int, loaded_by: int):
-    """F41: real ranks, DTensors on two axes, another world size."""
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED)
-    torchrun(saved_by, str(script), "save", upstream)
-    torchrun(loaded_by, str(script), "load", upstream)
-
-
 def test_runs_do_not_disturb_each_other(daemon: Node, upstream: str):
     def work(value: float) -> float:
         checkpoints = Checkpointer(f"run-{value:g}", upstream=upstream)
