@@ -76,7 +76,7 @@ def _forebay(state: State, folder: Path) -> tuple[list[float], float, list[float
     # Nothing is removed meanwhile: unlinking gigabytes would disturb floor and save alike.
     home = environment(FOREBAY_HOME=str(folder / "home"), FOREBAY_CHECKPOINT__KEEP_LOCAL="100")
     with home, running_daemon("checkpoint", {}), Checkpointer("bench") as checkpoints:
-        checkpoints.prepare(state)
+        checkpoints.prepare(state, wait=True)
         _copy(state, target)
         floors, seconds = [], []
         for step in range(_ROUNDS + 1):

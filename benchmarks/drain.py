@@ -42,7 +42,7 @@ def drain(state: State) -> Case:
     with tempfile.TemporaryDirectory(prefix="forebay-bench-", dir=Path.cwd()) as folder:
         home = environment(FOREBAY_HOME=f"{folder}/home", FOREBAY_CHECKPOINT__KEEP_LOCAL="100")
         with home, running_daemon("checkpoint", {}), Checkpointer("bench") as checkpoints:
-            checkpoints.prepare(state)
+            checkpoints.prepare(state, wait=True)
             for step in range(_ROUNDS):
                 status = checkpoints.save(step, state).wait()
                 assert status.local_at is not None
@@ -72,7 +72,7 @@ def upload(state: State) -> Case:
         running_daemon("checkpoint", {}),
         Checkpointer("bench", upstream=server.url("ckpt")) as checkpoints,
     ):
-        checkpoints.prepare(state)
+        checkpoints.prepare(state, wait=True)
         for step in range(_ROUNDS):
             status = checkpoints.save(step, state).wait()
             assert status.local_at is not None and status.durable_at is not None
@@ -105,7 +105,7 @@ def slowdown(state: State) -> Case:
     with tempfile.TemporaryDirectory(prefix="forebay-bench-", dir=Path.cwd()) as folder:
         home = environment(FOREBAY_HOME=f"{folder}/home", FOREBAY_CHECKPOINT__KEEP_LOCAL="100")
         with home, running_daemon("checkpoint", {}) as daemon, Checkpointer("bench") as checkpoints:
-            checkpoints.prepare(state)
+            checkpoints.prepare(state, wait=True)
             checkpoints.save(0, state).wait()
             numbers = itertools.count(1)
 

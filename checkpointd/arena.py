@@ -37,7 +37,7 @@ class Arena:
     """The writer's side. Reused from save to save; grows by being replaced."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        _check_memory(capacity_bytes)
+        check_memory(capacity_bytes)
         self.capacity_bytes = capacity_bytes
         self.generation = 0
         self.fd = os.memfd_create("forebay-arena", _MFD_CLOEXEC_SEALING)
@@ -94,8 +94,8 @@ def holds(fd: int, attempt: str, generation: int) -> bool:
     return (header.attempt, header.generation) == (attempt, generation)
 
 
-def _check_memory(need_bytes: int) -> None:
-    """Said before the first save, not by the OOM killer during it (F12)."""
+def check_memory(need_bytes: int) -> None:
+    """Said before the first save, not by the OOM killer during it (F12). Raises CheckpointError."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             have_bytes = int(line.split()[1]) * 1024
@@ -105,6 +105,6 @@ def _check_memory(need_bytes: int) -> None:
 
 def _no_memory(need_bytes: int, have: str) -> CheckpointError:
     return CheckpointError(
-        f"a snapshot needs {format_bytes(need_bytes)} of host memory per buffer, there is {have}",
+        f"snapshots need {format_bytes(need_bytes)} of host memory, there is {have}",
         hint="save less state per rank (shard it), or use one buffer: Checkpointer(buffers=1)",
     )

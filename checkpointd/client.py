@@ -70,13 +70,14 @@ class Checkpointer:
         self._every_s: float | None = None
         self._last_at = time.monotonic()
 
-    def prepare(self, state: Any) -> None:
-        """Reserve and touch the memory of later saves, so that the first is as fast as the others.
+    def prepare(self, state: Any, *, wait: bool = False) -> None:
+        """Reserve and touch the memory of later saves, in the background: the first is then as fast as the
+        others. Without it the first save does so for itself. `wait`: return when it is done.
 
         Raises CheckpointError when the host lacks the memory.
         """
         flat = Flattened(state)
-        self._handover.prepare(lay_out(flat.tensors, _metadata(flat)).size_bytes)
+        self._handover.prepare(lay_out(flat.tensors, _metadata(flat)).size_bytes, wait=wait)
 
     def save(
         self,

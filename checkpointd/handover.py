@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from forebay.checkpointd.arena import DATA_OFFSET, Arena
+from forebay.checkpointd.arena import DATA_OFFSET, Arena, check_memory
 from forebay.core.channel import Channel, ask
 from forebay.core.config import Settings
-from forebay.core.errors import DaemonUnavailable, NotFound, SaveFailed, WaitTimeout
+from forebay.core.errors import CheckpointError, DaemonUnavailable, NotFound, SaveFailed, WaitTimeout
 from forebay.core.protocol import About, Absorb, Absorbed, AttemptStatus, Done, Farewell, Level, WaitLevel
 
 log = logging.getLogger("forebay.checkpointd")
@@ -86,6 +87,9 @@ class _Buffer:
         self.bytes: torch.Tensor | None = None
         self.busy: SaveHandle | None = None
 
+    def fits(self, size_bytes: int) -> bool:
+        return self.arena is not None and self.arena.capacity_bytes >= size_bytes
+
     def fit(self, size_bytes: int) -> tuple[Arena, torch.Tensor]:
         if self.arena is None or self.bytes is None or self.arena.capacity_bytes < size_bytes:
             if self.arena:
@@ -93,6 +97,11 @@ class _Buffer:
             self.arena = Arena(size_bytes)
             self.bytes = torch.frombuffer(self.arena.map, dtype=torch.uint8, offset=DATA_OFFSET)
         return self.arena, self.bytes
+
+
+def _fit_all(buffers: Sequence[_Buffer], size_bytes: int) -> None:
+    for buffer in buffers:
+        buffer.fit(size_bytes)
 
 
 class Handover:
@@ -104,18 +113,41 @@ class Handover:
         self._strikes = 0
         self._buffers = [_Buffer() for _ in range(buffers)]
         self._next = 0
+        self._background = ThreadPoolExecutor(1, "forebay-arena")
+        self._preparing: Future[None] | None = None
         self._channel: Channel | None = None
         self.last: SaveHandle | None = None
 
-    def prepare(self, size_bytes: int) -> None:
-        """Allocate and touch all arenas now, so that the first save costs what later ones cost."""
-        for buffer in self._buffers:
-            if buffer.busy is None:
-                buffer.fit(size_bytes)
+    def prepare(self, size_bytes: int, *, wait: bool) -> None:
+        """Allocate and touch all arenas, in the background; a save that comes first waits for it.
+
+        Raises CheckpointError when the host lacks the memory.
+        """
+        self._prepared()
+        small = [b for b in self._buffers if b.busy is None and not b.fits(size_bytes)]
+        check_memory(size_bytes * len(small))
+        self._preparing = self._background.submit(_fit_all, small, size_bytes)
+        if wait:
+            self._prepared()
+
+    def _prepared(self) -> None:
+        """The buffers are this thread's alone again."""
+        if self._preparing:
+            preparing, self._preparing = self._preparing, None
+            try:
+                preparing.result()
+            except CheckpointError as err:
+                ready = [buffer for buffer in self._buffers if buffer.arena]
+                if not ready:
+                    raise
+                log.warning("going on with %d of %d buffers: %s", len(ready), len(self._buffers), err)
+                self._buffers, self._next = ready, 0
 
     def send(self, target: Target, size_bytes: int, fill: Callable[[torch.Tensor], None]) -> SaveHandle:
         """Copy by `fill`, hand over. Returns when checkpointd owns the snapshot (C1)."""
+        self._prepared()
         buffer = self._buffers[self._next]
+        first = buffer.arena is None
         self._wait_free(buffer)
         self._next = (self._next + 1) % len(self._buffers)
         arena, view = buffer.fit(size_bytes)
@@ -134,6 +166,10 @@ class Handover:
         )
         self._deliver(request, arena.fd)
         buffer.busy = self.last = SaveHandle(self._settings, target)
+        if first:
+            # The next save is not to pay for its buffer, while the trainer computes.
+            others = [b for b in self._buffers if b.arena is None]
+            self._preparing = self._background.submit(_fit_all, others, size_bytes)
         return self.last
 
     def free(self) -> bool:
@@ -173,6 +209,7 @@ class Handover:
             with suppress(DaemonUnavailable, WaitTimeout):
                 self._channel.request(Farewell(), expect=Done)
             self._channel.close()
+        self._background.shutdown()
         for buffer in self._buffers:
             if buffer.arena:
                 buffer.arena.close()

@@ -390,7 +390,7 @@ def test_what_is_no_arena_is_not_absorbed(daemon: Node):
 def test_saves_in_a_row_reuse_two_buffers(daemon: Node):
     checkpoints = Checkpointer("run")
     state = state_of(0.0, 500_000)
-    checkpoints.prepare(state)
+    checkpoints.prepare(state, wait=True)
     before = len(os.listdir("/proc/self/fd"))
     for step in range(12):
         state["w"].fill_(float(step))

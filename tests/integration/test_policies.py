@@ -189,3 +189,45 @@ def test_a_flush_ends_when_everything_is_committed(daemon: Node, upstream: str):
     flushed = ask(socket, Flush("committed", 30.0), expect=Flushed)
     assert [a.level for a in flushed.attempts] in (["committed"], [])
     assert steps_in(daemon, upstream) == [1]
+
+
+def test_prepared_in_the_background_or_by_the_first_save(daemon: Node, upstream: str):
+    """All buffers are there before they are needed; what grows gets new ones."""
+    for prepare in (True, False):
+        with Checkpointer(f"run-{prepare}", upstream=upstream, buffers=3) as checkpoints:
+            if prepare:
+                checkpoints.prepare(STATE, wait=True)
+                assert all(buffer.arena for buffer in checkpoints._handover._buffers)
+            for step in range(4):
+                checkpoints.save(step, STATE)
+            arenas = [buffer.arena for buffer in checkpoints._handover._buffers]
+            assert all(arenas) and len(set(map(id, arenas))) == 3
+            larger = {"w": torch.full((50_000,), 2.0)}
+            checkpoints.save(9, larger).wait()
+            assert torch.equal(checkpoints.restore()[1]["w"], larger["w"])
+
+
+def test_too_little_memory_for_the_second_buffer_leaves_one(
+    daemon: Node, upstream: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """F12: less comfort, no failure; and no OOM killer."""
+    from forebay.checkpointd import arena
+
+    monkeypatch.setattr(arena, "check_memory", lambda need_bytes: None)
+    with Checkpointer("run", upstream=upstream) as checkpoints:
+        checkpoints._handover._preparing = None
+        real = arena.os.posix_fallocate
+        made: list[int] = []
+
+        def only_one(fd: int, start: int, size_bytes: int) -> None:
+            if made:
+                raise OSError(28, "No space left on device")
+            made.append(fd)
+            real(fd, start, size_bytes)
+
+        monkeypatch.setattr(arena.os, "posix_fallocate", only_one)
+        for step in (1, 2, 3):
+            checkpoints.save(step, STATE)
+        checkpoints.wait()
+        assert "going on with 1 of 2 buffers" in caplog.text
+        assert checkpoints.restore()[0] == 3

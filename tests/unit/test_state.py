@@ -174,5 +174,5 @@ def test_what_is_no_arena_is_refused():
 
 def test_more_memory_than_there_is_is_said_first():
     """F12."""
-    with pytest.raises(CheckpointError, match=r"needs .*PiB of host memory per buffer, there is"):
+    with pytest.raises(CheckpointError, match=r"need .*PiB of host memory, there is"):
         Arena(1 << 50)
