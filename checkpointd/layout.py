@@ -27,7 +27,8 @@ WATCHED = "files/"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _FILE = re.compile(r"rank-(?P<rank>\d{5})\.safetensors")
-_OURS = re.compile(r"rank-\d{5}\.(safetensors|manifest\.json)(\.damaged)?")
+_OURS = re.compile(r"rank-\d{5}\.(safetensors|manifest\.json)(\.damaged|\.upload)?")
+_OUR_KEY = re.compile(r"[^/]+/step-\d{9,}/[^/]+/(rank-\d{5}\.safetensors|files/.+)")
 _COMMIT_KEY = re.compile(r"(?:(?P<run>[^/]+)/)?step-(?P<step>\d{9,})/(?P<attempt>[^/]+)/COMMIT\.json")
 
 
@@ -96,6 +97,11 @@ def rank_of(name: str) -> int | None:
 def is_ours(name: str) -> bool:
     """Of the files in an attempt's folder, what Forebay may remove."""
     return bool(_OURS.fullmatch(name))
+
+
+def is_our_key(key: str) -> bool:
+    """An object that a checkpoint consists of."""
+    return bool(_OUR_KEY.fullmatch(key))
 
 
 def folder(run: str, step: int, attempt: str) -> str:

@@ -13,6 +13,7 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from forebay.checkpointd import layout
 from forebay.checkpointd.attempts import Attempt, Attempts
 from forebay.checkpointd.commit import missing_ranks, try_commit
 from forebay.checkpointd.layout import Commit
@@ -39,6 +40,8 @@ log = structlog.get_logger()
 # Ranks on other nodes say nothing to this daemon: upstream is looked at this often for them.
 _LOOK_AGAIN_S = 2.0
 _UPLOADS_AT_ONCE = 4
+# Longer than any upload is tried (checkpoint.upload_timeout_s), by far.
+_ABANDONED_S = 86_400.0
 
 
 class Pipeline:
@@ -185,6 +188,7 @@ class Pipeline:
                 )
                 if attempt.rank == 0 and attempt.upstream is not None:
                     await trim(store, attempt.run, commit.about.keep)
+                    await store.abort_abandoned(f"{attempt.run}/", _ABANDONED_S, layout.is_our_key)
             except (ForebayError, OSError) as err:
                 log.warning("retention failed", run=attempt.run, error=str(err))
                 metrics.checkpoint_errors.labels("retention").inc()

@@ -51,8 +51,10 @@ class Uplink:
                 await to_thread.run_sync(asked, abandon_on_cancel=True)
                 return
             except ForebayError as err:
-                log.info("stagerd grants nothing, keeping to the rate alone", error=str(err))
-                self._alone_until = time.monotonic() + _ALONE_S
+                # Several parts may have asked at once: said once.
+                if time.monotonic() >= self._alone_until:
+                    log.info("stagerd grants nothing, keeping to the rate alone", error=str(err))
+                    self._alone_until = time.monotonic() + _ALONE_S
         async with self._alone:
             await anyio.sleep(self._rate.opens_in_s())
             self._rate.take(request.size_bytes)

@@ -61,7 +61,7 @@ async def _upload_file(
 
     async def file() -> None:
         if await _problem(store, key, record, etag):
-            await store.put_file(key, path, part_bytes=part_bytes, grant=grant)
+            await store.put_file(key, path, part_bytes=part_bytes, grant=grant, resume=True)
             if problem := await _problem(store, key, record, etag):
                 raise DigestMismatch(f"{store.url}/{key} {problem}")
 

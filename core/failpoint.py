@@ -38,6 +38,7 @@ CHECKPOINT_POINTS = {
     "absorb.noted": "the journal knows of a snapshot, nothing of it is on the disk",
     "spool.filed": "a rank's file is in the spool, its manifest is not",
     "spool.manifested": "its manifest is there, the journal does not know it",
+    "multipart.sent": "a part of its file is upstream",
     "upload.put": "its file is upstream and verified, its manifest is not",
     "upload.manifested": "its manifest is upstream, the journal does not know it",
     "commit.put": "COMMIT.json is upstream, nobody here knows it",

@@ -7,8 +7,8 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from forebay.core.errors import (
     StoreUnreachable,
 )
 from forebay.tiers.credentials import credential_provider
+from forebay.tiers.multipart import Multipart
 from forebay.tiers.store import Grant, ObjectInfo, Store, check_key, md5_of_etag
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -59,6 +60,8 @@ class ObjectStore(Store):
         self._asked_at = -_ASK_AGAIN_S
         self._timeout_s = settings.transfer.attempt_timeout_s
         source = settings.source_of(url)
+        self._settings = settings
+        self._parts: Multipart | None = None
         options: dict[str, Any] = {
             "client_options": {
                 "timeout": timedelta(seconds=self._timeout_s),
@@ -142,10 +145,12 @@ class ObjectStore(Store):
         return _put_info(key, len(data), result)
 
     async def put_file(
-        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None
+        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None, resume: bool = False
     ) -> ObjectInfo:
         size_bytes = path.stat().st_size
         large = size_bytes > part_bytes
+        if large and resume and (multipart := self._multipart()):
+            return await multipart.put(key, path, part_bytes, grant)
         if grant and not large:
             await grant(size_bytes)
         with self._translated(key):
@@ -158,6 +163,19 @@ class ObjectStore(Store):
                 max_concurrency=_UPLOAD_PARTS,
             )
         return _put_info(key, size_bytes, result)
+
+    async def abort_abandoned(self, prefix: str, older_s: float, ours: Callable[[str], bool]) -> int:
+        multipart = self._multipart()
+        return await multipart.abandoned(prefix, older_s, ours) if multipart else 0
+
+    def _multipart(self) -> Multipart | None:
+        """For S3, where botocore is installed."""
+        if self._parts is None and isinstance(self._store, S3Store) and not self._settings.s3.anonymous:
+            parts = urlsplit(self.url)
+            source = self._settings.source_of(self.url)
+            with suppress(ImportError):
+                self._parts = Multipart(self.url, parts.netloc, parts.path.strip("/"), self._settings, source)
+        return self._parts
 
     async def delete(self, key: str) -> None:
         with self._translated(key):

@@ -61,12 +61,18 @@ class Store(ABC):
 
     @abstractmethod
     async def put_file(
-        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None
+        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None, resume: bool = False
     ) -> ObjectInfo:
         """A file, in parts when it is large; visible upstream only when whole.
 
         `grant` is awaited before bytes go: for each part where parts are sent one by one, else at once.
+        `resume`: a try that broke off, in whatever process, is gone on with where the store can; a record
+        of it lies beside the file.
         """
+
+    async def abort_abandoned(self, prefix: str, older_s: float, ours: Callable[[str], bool]) -> int:
+        """Give up uploads that were begun below `prefix` so long ago, of keys that are `ours`; how many."""
+        return 0
 
     @abstractmethod
     async def delete(self, key: str) -> None:
