@@ -22,6 +22,7 @@ _MIGRATIONS = (
         committed_at REAL, PRIMARY KEY (run, attempt, rank));
     CREATE INDEX attempts_by_level ON attempts (level);
     """,
+    "ALTER TABLE attempts ADD COLUMN replicated_at REAL;",
 )
 
 
@@ -42,6 +43,7 @@ class Attempt(msgspec.Struct, frozen=True):
     local_at: float | None = None
     durable_at: float | None = None
     committed_at: float | None = None
+    replicated_at: float | None = None
 
     @property
     def open(self) -> bool:
@@ -52,6 +54,7 @@ class Attempt(msgspec.Struct, frozen=True):
         return AttemptStatus(
             self.run, self.step, self.attempt, self.rank, self.level, self.size_bytes, self.error,
             self.absorbed_at, self.local_at, self.durable_at, self.committed_at,
+            self.replicated_at,
         )  # fmt: skip
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import msgspec
-
 from forebay.checkpointd import layout
 from forebay.checkpointd.layout import Commit, FileRecord, RankManifest
 from forebay.core.errors import (
@@ -115,7 +113,4 @@ async def _read(store: Store, info: ObjectInfo, run: str, step: int, attempt: st
 
 
 async def _manifest(store: Store, info: ObjectInfo) -> RankManifest:
-    try:
-        return msgspec.json.decode(await read_all(store, info), type=RankManifest)
-    except msgspec.MsgspecError as err:
-        raise CheckpointCorrupt(f"{store.url}/{info.key} cannot be read: {err}") from err
+    return layout.decode_manifest(await read_all(store, info), f"{store.url}/{info.key}")

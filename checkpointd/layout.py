@@ -29,6 +29,7 @@ _ATTEMPT = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _FILE = re.compile(r"rank-(?P<rank>\d{5})\.safetensors")
 _OURS = re.compile(r"rank-\d{5}\.(safetensors|manifest\.json)(\.damaged|\.upload)?")
 _OUR_KEY = re.compile(r"[^/]+/step-\d{9,}/[^/]+/(rank-\d{5}\.safetensors|files/.+)")
+_MANIFEST_KEY = re.compile(r"[^/]+/step-(?P<step>\d{9,})/(?P<attempt>[^/]+)/rank-\d{5}\.manifest\.json")
 _COMMIT_KEY = re.compile(r"(?:(?P<run>[^/]+)/)?step-(?P<step>\d{9,})/(?P<attempt>[^/]+)/COMMIT\.json")
 
 
@@ -145,9 +146,23 @@ def read_commit(data: bytes, where: str, run: str, step: int, attempt: str) -> C
 def read_manifest(path: Path) -> RankManifest:
     """A rank's own, from the spool. Raises CheckpointCorrupt."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RankManifest)
-    except (OSError, msgspec.MsgspecError) as err:
+        return decode_manifest(path.read_bytes(), str(path))
+    except OSError as err:
         raise CheckpointCorrupt(f"{path} cannot be read: {err}") from err
+
+
+def decode_manifest(data: bytes, where: str) -> RankManifest:
+    """Raises CheckpointCorrupt."""
+    try:
+        return msgspec.json.decode(data, type=RankManifest)
+    except msgspec.MsgspecError as err:
+        raise CheckpointCorrupt(f"{where} cannot be read: {err}") from err
+
+
+def parse_manifest_key(key: str) -> tuple[int, str] | None:
+    """(step, attempt) of a rank manifest's key, None for other keys."""
+    found = _MANIFEST_KEY.fullmatch(key)
+    return (int(found["step"]), found["attempt"]) if found else None
 
 
 def encode(record: RankManifest | Commit) -> bytes:

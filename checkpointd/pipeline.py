@@ -17,6 +17,7 @@ from forebay.checkpointd import layout
 from forebay.checkpointd.attempts import Attempt, Attempts
 from forebay.checkpointd.commit import missing_ranks, try_commit
 from forebay.checkpointd.layout import Commit
+from forebay.checkpointd.partner import Partner
 from forebay.checkpointd.queue import UploadQueue
 from forebay.checkpointd.recipes import Candidate
 from forebay.checkpointd.retention import trim, trim_spool
@@ -60,6 +61,8 @@ class Pipeline:
         self._disk = anyio.CapacityLimiter(2)
         self._queue = UploadQueue(_UPLOADS_AT_ONCE)
         self._stopping = False
+        place = settings.checkpoint.partner
+        self.partner = Partner(open_store(place, settings), spool, settings.checkpoint) if place else None
         # Retention and restore exclude each other: what is being read is not removed (C5).
         self.reading = anyio.Lock()
 
@@ -136,7 +139,10 @@ class Pipeline:
 
     async def _onward(self, attempt: Attempt) -> None:
         store = self.upstream(attempt.upstream)
-        if attempt.level == "local":
+        wanted = attempt.level == "local" and attempt.upstream is not None
+        if self.partner and wanted and await self.partner.replicate(attempt, self._uplink.drain):
+            attempt = self._attempts.reached(attempt, "replicated")
+        if attempt.level in ("local", "replicated"):
             if attempt.upstream is not None:
                 folder, policy = self._spool.folder(attempt), self._settings.checkpoint
                 async with self._queue.turn(attempt):
@@ -181,6 +187,8 @@ class Pipeline:
 
     async def _trim(self, store: Store, attempt: Attempt, commit: Commit) -> None:
         """A commit stands, whatever becomes of the older ones."""
+        if self.partner:
+            await self.partner.committed(commit)
         async with self.reading:
             try:
                 await trim_spool(

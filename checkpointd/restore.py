@@ -14,6 +14,7 @@ from forebay.checkpointd import layout
 from forebay.checkpointd.commit import Found, find_commits
 from forebay.checkpointd.layout import Commit, FileRecord
 from forebay.checkpointd.memory import Memory
+from forebay.checkpointd.partner import Partner
 from forebay.checkpointd.spool import Spool
 from forebay.checkpointd.upload import read_digest
 from forebay.core.errors import (
@@ -65,8 +66,9 @@ def _stores(spool: Spool, upstream: Store) -> dict[str, Store]:
 class Restorer:
     """Answers for the requests that read checkpoints."""
 
-    def __init__(self, spool: Spool, memory: Memory, download: Download) -> None:
+    def __init__(self, spool: Spool, memory: Memory, partner: Partner | None, download: Download) -> None:
         self._spool = spool
+        self._partner = partner
         self._memory = memory
         self._download = download
 
@@ -75,6 +77,8 @@ class Restorer:
 
         One that cannot be made whole is passed over, with the reason. Raises NoCheckpoint.
         """
+        if self._partner and upstream is not self._spool.store and not request.look:
+            await self._partner.rescue(upstream, request.run, self._download)
         skipped = [f"attempt {attempt}: {reason}" for attempt, reason in request.skip.items()]
         for candidate, commit in await _survey(self._spool, upstream, request.run):
             if request.step not in (None, candidate.step) or candidate.attempt in request.skip:
@@ -160,18 +164,25 @@ class Restorer:
             if await to_thread.run_sync(digest_file, path) == file.digest:
                 return
             self._spool.quarantine(path)
-        if upstream is self._spool.store:
-            raise CheckpointCorrupt(f"{file.name} is damaged or missing, and there is no upstream")
-        try:
-            info = await upstream.head(key)
-        except ObjectNotFound as err:
-            raise CheckpointCorrupt(f"{file.name} is missing upstream") from err
-        try:
-            await self._download(upstream, info, path, file.digest)
-        except DigestMismatch as err:
-            raise CheckpointCorrupt(f"{file.name} is damaged upstream: {err.message}") from err
-        except OSError as err:
-            raise os_error(err, path) from err
+        problems = []
+        for store in self._sources(upstream):
+            try:
+                await self._download(store, await store.head(key), path, file.digest)
+                return
+            except ObjectNotFound:
+                problems.append(f"missing in {store.url}")
+            except DigestMismatch as err:
+                problems.append(f"damaged in {store.url}: {err.message}")
+            except ForebayError as err:
+                problems.append(err.message)
+            except OSError as err:
+                raise os_error(err, path) from err
+        raise CheckpointCorrupt(f"{file.name} is {'; '.join(problems) or 'damaged or missing'}")
+
+    def _sources(self, upstream: Store) -> list[Store]:
+        """Where a file may come from, the nearest first."""
+        partner = [self._partner.store] if self._partner else []
+        return partner + ([upstream] if upstream is not self._spool.store else [])
 
 
 async def verify(spool: Spool, upstream: Store, run: str, step: int | None) -> list[Checkpoint]:

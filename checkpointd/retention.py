@@ -22,22 +22,22 @@ from forebay.tiers.store import Store
 log = structlog.get_logger()
 
 
-def kept(found: Iterable[Found], keep: Keep, now: float) -> set[tuple[int, str]]:
+def stays(found: Iterable[Found], keep: Keep, now: float) -> set[tuple[int, str]]:
     """(step, attempt) of those that stay: by a rule, by a pin, and the newest in any case.
 
     `found`, newest first, is what counts as good. Without any rule everything stays.
     """
     good = [at for at in found if at.commit]
-    stays = {(at.step, at.attempt) for at in good if at is good[0] or at.pinned}
+    kept = {(at.step, at.attempt) for at in good if at is good[0] or at.pinned}
     if (keep.last, keep.every, keep.best, keep.age_s) == (None, None, None, None):
         return {(at.step, at.attempt) for at in good}
-    stays |= {(at.step, at.attempt) for at in good[: keep.last or 0]}
+    kept |= {(at.step, at.attempt) for at in good[: keep.last or 0]}
     for at in good:
         assert at.commit
         young = keep.age_s is not None and now - at.commit.committed_at < keep.age_s
         if young or (keep.every and at.step % keep.every == 0):
-            stays.add((at.step, at.attempt))
-    return stays | {(at.step, at.attempt) for at in _best(good, keep)}
+            kept.add((at.step, at.attempt))
+    return kept | {(at.step, at.attempt) for at in _best(good, keep)}
 
 
 def _best(good: list[Found], keep: Keep) -> list[Found]:
@@ -59,9 +59,9 @@ async def trim_spool(spool: Spool, attempts: Attempts, run: str, keep: int) -> N
         return
     oldest_kept = good[:keep][-1].step
     of_run = attempts.of_run(run)
-    stays = kept(good, Keep(last=keep), time.time()) | {(a.step, a.attempt) for a in of_run if a.open}
+    kept = stays(good, Keep(last=keep), time.time()) | {(a.step, a.attempt) for a in of_run if a.open}
     known = {(at.step, at.attempt) for at in commits} | {(a.step, a.attempt) for a in of_run}
-    for step, attempt in known - stays:
+    for step, attempt in known - kept:
         # To remove gigabytes takes a disk its time.
         if step <= oldest_kept and await to_thread.run_sync(spool.remove, run, step, attempt):
             log.info("left the spool", run=run, step=step, attempt=attempt)
@@ -70,19 +70,24 @@ async def trim_spool(spool: Spool, attempts: Attempts, run: str, keep: int) -> N
 async def leaving(store: Store, run: str, keep: Keep) -> list[Found]:
     """What a rule would take from a tier: nothing, when no checkpoint there is good."""
     commits = await find_commits(store, run)
-    stays = kept([at for at in commits if not at.problem], keep, time.time())
-    return [at for at in commits if stays and not at.pinned and (at.step, at.attempt) not in stays]
+    kept = stays([at for at in commits if not at.problem], keep, time.time())
+    return [at for at in commits if kept and not at.pinned and (at.step, at.attempt) not in kept]
 
 
 async def trim(store: Store, run: str, keep: Keep) -> list[Found]:
-    """Apply a rule. COMMIT goes first: a half-removed checkpoint must not look like one."""
+    """Apply a rule to a tier; what went."""
     gone = await leaving(store, run, keep)
     for at in gone:
-        prefix = layout.folder(run, at.step, at.attempt)
-        listed = {f"{prefix}/{file.name}" for file in at.commit.files} if at.commit else set()
-        await store.delete(f"{prefix}/{layout.COMMIT}")
-        async for info in store.list(f"{prefix}/"):
-            if info.key in listed or layout.is_ours(info.key.removeprefix(f"{prefix}/")):
-                await store.delete(info.key)
-        log.info("left upstream", run=run, step=at.step, attempt=at.attempt, store=store.url)
+        await remove(store, run, at)
     return gone
+
+
+async def remove(store: Store, run: str, at: Found) -> None:
+    """COMMIT goes first: a half-removed checkpoint must not look like one."""
+    prefix = layout.folder(run, at.step, at.attempt)
+    listed = {f"{prefix}/{file.name}" for file in at.commit.files} if at.commit else set()
+    await store.delete(f"{prefix}/{layout.COMMIT}")
+    async for info in store.list(f"{prefix}/"):
+        if info.key in listed or layout.is_ours(info.key.removeprefix(f"{prefix}/")):
+            await store.delete(info.key)
+    log.info("removed", run=run, step=at.step, attempt=at.attempt, store=store.url)

@@ -56,7 +56,7 @@ class CheckpointSessions:
         self._spool = spool
         self._memory = memory
         self._pipeline = pipeline
-        self._restorer = restore.Restorer(spool, memory, pipeline.download)
+        self._restorer = restore.Restorer(spool, memory, pipeline.partner, pipeline.download)
         self._numbers = itertools.count(1)
         self._handlers: dict[type[Message], Callable[[Any], Awaitable[Reply]]] = {
             WaitLevel: self._wait_level,

@@ -127,7 +127,11 @@ class CheckpointSettings(_Section):
     keep_memory_s: float = Field(
         900.0, ge=0, description="how long what a dead trainer saved last stays in memory for the next one"
     )
-    drain_to: Literal["local", "durable", "committed"] = Field(
+    partner: str | None = Field(
+        None, description="URL of a second place, off this node, for what is not upstream yet"
+    )
+    partner_timeout_s: float = Field(60.0, gt=0, description="longest time to bring a file there")
+    drain_to: Literal["local", "replicated", "durable", "committed"] = Field(
         "local", description="how far what is open is brought before the daemon ends"
     )
     drain_s: float = Field(25.0, ge=0, description="longest time for that")

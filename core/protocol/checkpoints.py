@@ -8,8 +8,8 @@ import msgspec
 
 from forebay.core.protocol.message import Message
 
-Level = Literal["absorbed", "local", "durable", "committed"]
-LEVELS: tuple[Level, ...] = ("absorbed", "local", "durable", "committed")
+Level = Literal["absorbed", "local", "replicated", "durable", "committed"]
+LEVELS: tuple[Level, ...] = ("absorbed", "local", "replicated", "durable", "committed")
 
 
 class Keep(msgspec.Struct, frozen=True):
@@ -76,6 +76,7 @@ class AttemptStatus(Message, tag="attempt_status", frozen=True):
     local_at: float | None
     durable_at: float | None
     committed_at: float | None
+    replicated_at: float | None = None
 
 
 class Farewell(Message, tag="farewell", frozen=True):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forebay.checkpointd.commit import Found
 from forebay.checkpointd.layout import Commit
-from forebay.checkpointd.retention import kept
+from forebay.checkpointd.retention import stays
 from forebay.core.protocol import About, Keep
 
 NOW = 1000.0
@@ -22,7 +22,7 @@ def found(step: int, loss: float | None = None, age_s: float = 0.0, pinned: bool
 
 
 def steps(checkpoints: list[Found], keep: Keep) -> list[int]:
-    return sorted(step for step, _ in kept(checkpoints, keep, NOW))
+    return sorted(step for step, _ in stays(checkpoints, keep, NOW))
 
 
 def test_each_rule_keeps_some_and_the_newest_always_stays():
@@ -56,9 +56,9 @@ def test_never_the_newest_never_a_pinned_one(
 ):
     run = [found(*item) for item in sorted(items, key=lambda item: -item[0])]
     keep = Keep(last, every, best, "loss", "min", age_s)
-    stays = kept(run, keep, NOW)
-    assert stays <= {(at.step, at.attempt) for at in run}
-    assert {(at.step, at.attempt) for at in run if at.pinned or at is run[0]} <= stays
-    assert kept([at for at in run if (at.step, at.attempt) in stays], keep, NOW) == stays
+    left = stays(run, keep, NOW)
+    assert left <= {(at.step, at.attempt) for at in run}
+    assert {(at.step, at.attempt) for at in run if at.pinned or at is run[0]} <= left
+    assert stays([at for at in run if (at.step, at.attempt) in left], keep, NOW) == left
     if keep == Keep(metric="loss"):
-        assert len(stays) == len(run)
+        assert len(left) == len(run)
