@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -23,6 +25,8 @@ from forebay.tiers.transfer import retrying
 
 # Together with the jittered waits this outlasts upload_timeout_s, which is the real limit.
 _MANY = 1_000_000
+# The ETag of an object that was put in parts.
+_IN_PARTS = re.compile(r"[0-9a-f]{32}-\d+")
 _READ_BACK_BYTES = 16 << 20
 
 
@@ -57,7 +61,9 @@ async def _upload_file(
 ) -> None:
     """Put and verified; what a crash left whole upstream is not put again (C9)."""
     key, path = f"{prefix}/{record.name}", folder / record.name
-    etag = _beside(object_etag, path, part_bytes) if store.url.startswith("s3:") else None
+    expected = partial(object_etag, path, part_bytes)
+    # In most cases it will be wanted, and can be had while the bytes go up.
+    etag = _beside(expected) if store.url.startswith("s3:") else expected
 
     async def file() -> None:
         if await _problem(store, key, record, etag):
@@ -68,15 +74,15 @@ async def _upload_file(
     await retrying(file, _MANY)
 
 
-def _beside(call: Callable[[Path, int], str], path: Path, part_bytes: int) -> Future[str]:
-    """In a thread of its own, while the bytes go up; it ends by itself."""
+def _beside(call: Callable[[], str]) -> Callable[[], str]:
+    """In a thread of its own, which ends by itself; what is returned waits for it."""
     worker = ThreadPoolExecutor(1, initializer=behind_the_trainer)
-    found = worker.submit(call, path, part_bytes)
+    found = worker.submit(call)
     worker.shutdown(wait=False)
-    return found
+    return found.result
 
 
-async def _problem(store: Store, key: str, record: FileRecord, etag: Future[str] | None) -> str | None:
+async def _problem(store: Store, key: str, record: FileRecord, etag: Callable[[], str]) -> str | None:
     """By size and checksum as the store has them; read back when it names none that can be compared."""
     try:
         there = await store.head(key)
@@ -84,7 +90,8 @@ async def _problem(store: Store, key: str, record: FileRecord, etag: Future[str]
         return "is not there"
     if there.size_bytes != record.size_bytes:
         return f"has {there.size_bytes} bytes upstream, {record.size_bytes} were sent"
-    if etag and there.version.strip('"') == await to_thread.run_sync(etag.result):
+    by_md5 = there.md5 is not None or _IN_PARTS.fullmatch(there.version.strip('"'))
+    if by_md5 and there.version.strip('"') == await to_thread.run_sync(etag):
         return None
     if there.md5 is not None:
         return "has another MD5 than what was sent"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -108,6 +109,16 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     found.close()
     found.tell()
     shutil.rmtree(folder)
+
+
+def stats_below(folder: Path) -> dict[Path, os.stat_result]:
+    """Of the files there; what a daemon renames or removes meanwhile is left out."""
+    found = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                found[path] = path.stat()
+    return found
 
 
 def tar_bytes(members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT) -> bytes:

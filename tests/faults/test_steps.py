@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from forebay.core.channel import Channel
 from forebay.core.errors import DaemonUnavailable, ForebayError
 from forebay.core.failpoint import FETCH_POINTS, VARIABLE
 from forebay.core.protocol import Dataset, Done, ReleaseShard
-from tests.conftest import Node, eventually, shard_bytes
+from tests.conftest import Node, eventually, shard_bytes, stats_below
 from tests.integration.test_stager import MakeDataset, read_shard, register, stage
 
 KB = 1000
@@ -38,21 +36,17 @@ def read_all(channel: Channel, dataset: Dataset) -> None:
         channel.request(ReleaseShard(dataset.id, shard), expect=Done)
 
 
-def files(node: Node) -> list[Path]:
-    return [path for path in node.objects.rglob("*") if path.is_file()]
-
-
 def miscounted(node: Node) -> str | None:
     """What the daemon counts is what lies there, and nothing else does.
 
     A file system may give a file one more block for its own records, when it is written back.
     """
-    status, found = node.stager(), files(node)
-    blocks_bytes = sum(path.stat().st_blocks * 512 for path in found)
+    status, found = node.stager(), stats_below(node.objects)
+    blocks_bytes = sum(stat.st_blocks * 512 for stat in found.values())
     more_bytes = blocks_bytes - status.held_bytes
     if status.shards == len(found) and 0 <= more_bytes <= 4096 * len(found) and status.held_bytes <= 300 * KB:
         return None
-    there = ", ".join(f"{path.name} {path.stat().st_blocks * 512}" for path in found)
+    there = ", ".join(f"{path.name} {stat.st_blocks * 512}" for path, stat in found.items())
     return f"{status.shards} shards of {status.held_bytes} bytes are counted, there are {there}"
 
 
@@ -99,7 +93,7 @@ def test_a_disk_that_stays_full_is_an_error_in_bounded_time(node: Node, url: str
         with pytest.raises(ForebayError) as caught:
             read_all(channel, dataset)
     assert str(node.home) in str(caught.value)
-    assert not files(node) and node.stager().held_bytes == 0
+    assert not stats_below(node.objects) and node.stager().held_bytes == 0
 
 
 @pytest.mark.parametrize("point", ["landing.begun", "landing.written", "landing.noted"])

@@ -36,7 +36,7 @@ from forebay.core.protocol import (
     Stage,
     StagerStatus,
 )
-from tests.conftest import Node, eventually, shard_bytes
+from tests.conftest import Node, eventually, shard_bytes, stats_below
 from tests.integration.test_stager import MakeDataset, read_shard, register, stage
 
 KB = 1000
@@ -234,8 +234,8 @@ def test_the_warm_tier_is_kept_below_its_capacity(node: Node, make_dataset: Make
         assert stage(channel, register(channel, url)).state == "done"
 
     def size() -> int:
-        objects = [p for p in (warm / "forebay/objects").rglob("*") if len(p.name) == 32]
-        return sum(p.stat().st_size for p in objects)
+        found = stats_below(warm / "forebay/objects")
+        return sum(stat.st_size for path, stat in found.items() if len(path.name) == 32)
 
     assert eventually(lambda: 0 < size() <= 150 * KB)
 
