@@ -41,6 +41,8 @@ class Checkpointer:
     on_error: what becomes of a save that failed after it returned: `raise` at the next call, `warn` in
         the log, or a number: raise when so many in a row have failed.
     keep: which checkpoints stay upstream; all of them by default.
+    reuse: parts of the file that have not changed since the last save (frozen layers) are copied by S3
+        itself, not sent again; each checkpoint stays complete and readable on its own.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Checkpointer:
         policy: Policy = "block",
         on_error: OnError = "raise",
         keep: Keep | None = None,
+        reuse: bool = False,
     ) -> None:
         self.run = check_run(run)
         self.upstream = upstream
@@ -62,6 +65,7 @@ class Checkpointer:
         self._session = check_attempt(session or agree.session(self.world_size))
         self._policy = policy
         self._keep = keep or Keep()
+        self._reuse = reuse
         self._saves = 0
         self._settings = Settings.load()
         self._handover = Handover(self._settings, buffers, on_error)
@@ -93,7 +97,7 @@ class Checkpointer:
         `metadata` (plain JSON) and `metrics` (for Keep's `best`) are kept in the commit, rank 0's.
         Raises UnsupportedValue, DaemonUnavailable; SaveFailed when an earlier save has failed since.
         """
-        about = _about(metadata, metrics, self._keep)
+        about = _about(metadata, metrics, self._keep, self._reuse)
         flat = Flattened(state)
         container = lay_out(flat.tensors, _metadata(flat))
         self._saves += 1
@@ -189,9 +193,11 @@ def _metadata(flat: Flattened) -> dict[str, str]:
     return {SKELETON: json.dumps(flat.skeleton, separators=(",", ":"))}
 
 
-def _about(metadata: Mapping[str, Any] | None, metrics: Mapping[str, float] | None, keep: Keep) -> About:
+def _about(
+    metadata: Mapping[str, Any] | None, metrics: Mapping[str, float] | None, keep: Keep, reuse: bool
+) -> About:
     try:
         plain = msgspec.json.decode(msgspec.json.encode(dict(metadata or {})), type=dict[str, Any])
-        return About(plain, {name: float(value) for name, value in (metrics or {}).items()}, keep)
+        return About(plain, {name: float(value) for name, value in (metrics or {}).items()}, keep, reuse)
     except (TypeError, ValueError) as err:
         raise UnsupportedValue(f"metadata or metrics cannot be kept: {err}", hint="plain JSON") from err

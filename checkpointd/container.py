@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from forebay.core.errors import CheckpointCorrupt, UnsupportedValue
 
 _ALIGN_BYTES = 64
+_LARGE_BYTES, _LARGE_ALIGN_BYTES = 1 << 20, 4096
 _DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -84,7 +85,9 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     """Plan the file. Widest types first, so that every slot is aligned although there are no gaps."""
     plan = _plan(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
     text = b'{"__metadata__":' + msgspec.json.encode({"format": "pt", **metadata}) + plan.entries + b"}"
-    text += b" " * (-(len(text) + 8) % _ALIGN_BYTES)
+    # In a large file a header that grows by some digits moves nothing behind it.
+    align = _LARGE_ALIGN_BYTES if plan.size_bytes > _LARGE_BYTES else _ALIGN_BYTES
+    text += b" " * (-(len(text) + 8) % align)
     header = len(text).to_bytes(8, "little") + text
     return Container(header, plan.slots, len(header) + plan.size_bytes)
 

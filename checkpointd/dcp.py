@@ -55,10 +55,12 @@ from forebay.core.channel import Channel
 from forebay.core.config import Settings
 from forebay.core.errors import InvalidRequest, UnsupportedValue
 from forebay.core.protocol import (
+    About,
     AttemptStatus,
     Checkpoint,
     CheckpointOpened,
     FileReady,
+    Keep,
     Level,
     OpenCheckpoint,
     OpenFile,
@@ -94,10 +96,20 @@ class ForebayWriter(StorageWriter):
     save is committed; the next save raises SaveFailed when it did not get there.
     """
 
-    def __init__(self, run: str, *, upstream: str | None = None, step: int | None = None) -> None:
+    def __init__(
+        self,
+        run: str,
+        *,
+        upstream: str | None = None,
+        step: int | None = None,
+        keep: Keep | None = None,
+        reuse: bool = False,
+    ) -> None:
+        """`keep` and `reuse` as in `Checkpointer`."""
         self.run = check_run(run)
         self.upstream = upstream
         self.step = step
+        self._about = About(keep=keep or Keep(), reuse=reuse)
         self._rank = 0
         self._handover: Handover | None = None
         self._last: SaveHandle | None = None
@@ -134,7 +146,9 @@ class ForebayWriter(StorageWriter):
             self._handover = Handover(Settings.load(), buffers=2)
         named: _Attempt = plan.storage_data
         attempt = f"{named.session}-{number:06d}"
-        target = Target(self.run, self.step, attempt, self._rank, named.world_size, self.upstream)
+        target = Target(
+            self.run, self.step, attempt, self._rank, named.world_size, self.upstream, self._about
+        )
         self._handover.report_failure()
         self._last = self._handover.send(
             target, container.size_bytes, lambda into: container.fill(into, tensors)

@@ -20,6 +20,7 @@ from forebay.core.errors import DigestMismatch, ObjectNotFound, StoreUnreachable
 from forebay.core.failpoint import failpoint
 from forebay.tiers.digest import StreamDigest
 from forebay.tiers.md5 import object_etag
+from forebay.tiers.multipart import compared
 from forebay.tiers.store import Grant, ObjectInfo, Store
 from forebay.tiers.transfer import retrying
 
@@ -44,8 +45,11 @@ async def upload(
         await store.put(f"{prefix}/{name}", (folder / name).read_bytes())
 
     with anyio.move_on_after(policy.upload_timeout_s) as limit:
-        for record in layout.read_manifest(folder / name).files:
-            await _upload_file(store, prefix, folder, record, policy.part_bytes, grant)
+        manifest_here = layout.read_manifest(folder / name)
+        for record in manifest_here.files:
+            # Of the run, not of this attempt: what the next one is compared with.
+            like = folder.parents[1] / f"sent-{record.name}.json" if manifest_here.about.reuse else None
+            await _upload_file(store, prefix, folder, record, policy.part_bytes, grant, like)
         failpoint("upload.put")
         await retrying(manifest, _MANY)
         failpoint("upload.manifested")
@@ -57,7 +61,13 @@ async def upload(
 
 
 async def _upload_file(
-    store: Store, prefix: str, folder: Path, record: FileRecord, part_bytes: int, grant: Grant
+    store: Store,
+    prefix: str,
+    folder: Path,
+    record: FileRecord,
+    part_bytes: int,
+    grant: Grant,
+    like: Path | None,
 ) -> None:
     """Put and verified; what a crash left whole upstream is not put again (C9)."""
     key, path = f"{prefix}/{record.name}", folder / record.name
@@ -67,7 +77,9 @@ async def _upload_file(
 
     async def file() -> None:
         if await _problem(store, key, record, etag):
-            await store.put_file(key, path, part_bytes=part_bytes, grant=grant, resume=True)
+            await store.put_file(key, path, part_bytes=part_bytes, grant=grant, resume=True, like=like)
+            if like and compared(like, key, (await store.head(key)).version):
+                return
             if problem := await _problem(store, key, record, etag):
                 raise DigestMismatch(f"{store.url}/{key} {problem}")
 

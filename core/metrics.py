@@ -54,6 +54,11 @@ checkpoint_seconds = Histogram(
 checkpoint_absorbed_bytes = Counter(
     "forebay_checkpoint_absorbed_bytes", "Bytes taken over from trainers", registry=CHECKPOINT
 )
+checkpoint_copied_bytes = Counter(
+    "forebay_checkpoint_copied_bytes",
+    "Bytes of unchanged parts that upstream copied by itself",
+    registry=CHECKPOINT,
+)
 checkpoint_committed = Counter("forebay_checkpoint_commits", "Commits written", registry=CHECKPOINT)
 checkpoint_errors = Counter(
     "forebay_checkpoint_errors", "Failures by error code", ["code"], registry=CHECKPOINT

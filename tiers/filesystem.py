@@ -72,7 +72,14 @@ class FilesystemStore(Store):
             return await _in_thread(_publish, key, path, write, if_absent)
 
     async def put_file(
-        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None, resume: bool = False
+        self,
+        key: str,
+        path: Path,
+        *,
+        part_bytes: int,
+        grant: Grant | None = None,
+        resume: bool = False,
+        like: Path | None = None,
     ) -> ObjectInfo:
         def write(target: int) -> None:
             with path.open("rb") as source:

@@ -84,7 +84,14 @@ class FsspecStore(Store):
         return await self.head(key)
 
     async def put_file(
-        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None, resume: bool = False
+        self,
+        key: str,
+        path: Path,
+        *,
+        part_bytes: int,
+        grant: Grant | None = None,
+        resume: bool = False,
+        like: Path | None = None,
     ) -> ObjectInfo:
         with self._translated(key):
             if grant:

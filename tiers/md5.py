@@ -170,16 +170,22 @@ def md5_of(bodies: list[memoryview]) -> list[str]:
 def object_etag(path: Path, part_bytes: int) -> str:
     """What S3 answers for a file put whole, or in parts of that size: an MD5, or that of the parts' MD5s."""
     size_bytes = path.stat().st_size
-    with path.open("rb", buffering=0) as file:
-        if size_bytes <= part_bytes:
+    if size_bytes <= part_bytes:
+        with path.open("rb", buffering=0) as file:
             return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-        starts = range(0, size_bytes, part_bytes)
-        digests = b"".join(
+    digests = part_md5s(path, part_bytes)
+    return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
+
+
+def part_md5s(path: Path, part_bytes: int) -> list[bytes]:
+    """Of each part of that size; the last may be shorter."""
+    with path.open("rb", buffering=0) as file:
+        starts = range(0, os.fstat(file.fileno()).st_size, part_bytes)
+        return [
             digest
             for first in range(0, len(starts), _LANES)
             for digest in _of_parts(file.fileno(), starts[first : first + _LANES], part_bytes)
-        )
-    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(starts)}"
+        ]
 
 
 def _of_parts(fd: int, starts: Sequence[int], part_bytes: int) -> list[bytes]:

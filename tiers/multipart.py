@@ -20,10 +20,12 @@ import msgspec
 import structlog
 from anyio import to_thread
 
+from forebay.core import metrics
 from forebay.core.config import Settings, SourceSettings
 from forebay.core.errors import (
     AccessDenied,
     BucketNotFound,
+    DigestMismatch,
     ForebayError,
     ShortBody,
     StoreBusy,
@@ -32,6 +34,7 @@ from forebay.core.errors import (
     root_cause,
 )
 from forebay.core.failpoint import failpoint
+from forebay.tiers.md5 import part_md5s
 from forebay.tiers.store import Grant, ObjectInfo, check_key
 
 log = structlog.get_logger()
@@ -53,6 +56,16 @@ class _Record(msgspec.Struct, frozen=True):
     changed_ns: int
 
 
+class _Sent(msgspec.Struct, frozen=True):
+    """An object that was put in parts, and the MD5 of each."""
+
+    url: str
+    key: str
+    etag: str
+    part_bytes: int
+    md5s: list[str]
+
+
 class _UploadGone(StoreError):
     code = "upload_gone"
 
@@ -69,8 +82,11 @@ class Multipart:
         self._client = _client(settings, source)
         self._payer = {"RequestPayer": "requester"} if source.requester_pays else {}
 
-    async def put(self, key: str, path: Path, part_bytes: int, grant: Grant | None) -> ObjectInfo:
+    async def put(
+        self, key: str, path: Path, part_bytes: int, grant: Grant | None, like: Path | None
+    ) -> ObjectInfo:
         """The file under `key`; `grant` is awaited for each part that is sent."""
+        known, md5s = await self._alike(path, part_bytes, like)
         record, there = await self._begun(key, path, part_bytes)
         starts = list(enumerate(range(0, record.size_bytes, part_bytes), start=1))
         etags: dict[int, str] = {}
@@ -78,6 +94,10 @@ class Multipart:
 
         async def part(number: int, start: int) -> None:
             async with turns:
+                same = known and known.md5s[number - 1 : number] == md5s[number - 1 : number]
+                if known and same and (copied := await self._copy(record, number, start, known)):
+                    etags[number] = copied
+                    return
                 body = await to_thread.run_sync(
                     _read, path, start, min(part_bytes, record.size_bytes - start)
                 )
@@ -87,6 +107,8 @@ class Multipart:
                 if grant:
                     await grant(len(body))
                 etags[number] = await self._send(record, number, body)
+                if md5s and etags[number] != md5s[number - 1]:
+                    raise DigestMismatch(f"{self._url}/{key}: part {number} arrived as another")
                 failpoint("multipart.sent")
 
         try:
@@ -100,7 +122,41 @@ class Multipart:
             "complete_multipart_upload", key, UploadId=record.upload_id, MultipartUpload={"Parts": parts}
         )
         _record_of(path).unlink(missing_ok=True)
+        if like:
+            sent = _Sent(self._url, key, answer["ETag"], part_bytes, md5s)
+            like.write_bytes(msgspec.json.encode(sent))
         return ObjectInfo(key, record.size_bytes, answer["ETag"])
+
+    async def _alike(self, path: Path, part_bytes: int, like: Path | None) -> tuple[_Sent | None, list[str]]:
+        """What was put last, if its parts can be compared, and the MD5s of this file's."""
+        if like is None:
+            return None, []
+        md5s = [digest.hex() for digest in await to_thread.run_sync(part_md5s, path, part_bytes)]
+        known = _decoded(like, _Sent)
+        return known if known and (known.url, known.part_bytes) == (self._url, part_bytes) else None, md5s
+
+    async def _copy(self, record: _Record, number: int, start: int, known: _Sent) -> str | None:
+        """By S3 itself, from the object that was put last; None when it is to be sent after all.
+
+        The ETag of a copied part need not be its MD5 (SeaweedFS, SSE-KMS): what vouches for it is that
+        the source, at the version that was verified when it was put, had these bytes at this place.
+        """
+        end = min(start + record.part_bytes, record.size_bytes)
+        try:
+            answer = await self._ask(
+                "upload_part_copy",
+                record.key,
+                UploadId=record.upload_id,
+                PartNumber=number,
+                CopySource={"Bucket": self._bucket, "Key": f"{self._prefix}{known.key}"},
+                CopySourceRange=f"bytes={start}-{end - 1}",
+                CopySourceIfMatch=known.etag,
+            )
+        except StoreError as err:
+            log.info("part is sent, not copied", key=record.key, number=number, error=err.message)
+            return None
+        metrics.checkpoint_copied_bytes.inc(end - start)
+        return str(answer["CopyPartResult"]["ETag"]).strip('"')
 
     async def _md5(self, number: int, there: dict[int, str], body: bytes) -> str | None:
         """Only of parts that S3 says it has."""
@@ -117,7 +173,7 @@ class Multipart:
     async def _begun(self, key: str, path: Path, part_bytes: int) -> tuple[_Record, dict[int, str]]:
         """The upload that goes on, and the parts that are there; or a new one."""
         found = path.stat()
-        record = _read_record(path)
+        record = _decoded(_record_of(path), _Record)
         wanted = (self._url, key, part_bytes, found.st_size, found.st_mtime_ns)
         if record and wanted == (
             record.url, record.key, record.part_bytes, record.size_bytes, record.changed_ns
@@ -222,13 +278,20 @@ def _translated(where: str) -> Iterator[None]:
         raise StoreError(f"{where}: {err}") from err
 
 
+def compared(like: Path, key: str, version: str) -> bool:
+    """That object was put with this record: each part was compared when sent, or copied from one that was."""
+    sent = _decoded(like, _Sent)
+    return sent is not None and (sent.key, sent.etag) == (key, version)
+
+
 def _record_of(path: Path) -> Path:
     return path.with_name(f"{path.name}{RECORD}")
 
 
-def _read_record(path: Path) -> _Record | None:
+def _decoded(path: Path, kind: type[T]) -> T | None:
+    """None for a record that is not there, or not to be read: it only saves work."""
     try:
-        return msgspec.json.decode(_record_of(path).read_bytes(), type=_Record)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):
         return None
 

@@ -145,12 +145,19 @@ class ObjectStore(Store):
         return _put_info(key, len(data), result)
 
     async def put_file(
-        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None, resume: bool = False
+        self,
+        key: str,
+        path: Path,
+        *,
+        part_bytes: int,
+        grant: Grant | None = None,
+        resume: bool = False,
+        like: Path | None = None,
     ) -> ObjectInfo:
         size_bytes = path.stat().st_size
         large = size_bytes > part_bytes
         if large and resume and (multipart := self._multipart()):
-            return await multipart.put(key, path, part_bytes, grant)
+            return await multipart.put(key, path, part_bytes, grant, like)
         if grant and not large:
             await grant(size_bytes)
         with self._translated(key):

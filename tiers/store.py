@@ -61,13 +61,21 @@ class Store(ABC):
 
     @abstractmethod
     async def put_file(
-        self, key: str, path: Path, *, part_bytes: int, grant: Grant | None = None, resume: bool = False
+        self,
+        key: str,
+        path: Path,
+        *,
+        part_bytes: int,
+        grant: Grant | None = None,
+        resume: bool = False,
+        like: Path | None = None,
     ) -> ObjectInfo:
         """A file, in parts when it is large; visible upstream only when whole.
 
         `grant` is awaited before bytes go: for each part where parts are sent one by one, else at once.
         `resume`: a try that broke off, in whatever process, is gone on with where the store can; a record
-        of it lies beside the file.
+        of it lies beside the file. `like` is a record of the last object that was put with it: parts that
+        are the same are copied by the store itself, where it can, and the record is replaced.
         """
 
     async def abort_abandoned(self, prefix: str, older_s: float, ours: Callable[[str], bool]) -> int:

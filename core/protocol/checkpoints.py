@@ -28,11 +28,15 @@ class Keep(msgspec.Struct, frozen=True):
 
 
 class About(msgspec.Struct, frozen=True):
-    """What a save says of itself, kept in its manifest and its commit. `metadata` is plain JSON."""
+    """What a save says of itself, kept in its manifest and its commit. `metadata` is plain JSON.
+
+    `reuse`: parts that the last save of this rank had too are copied upstream, not sent.
+    """
 
     metadata: dict[str, Any] = {}
     metrics: dict[str, float] = {}
     keep: Keep = Keep()
+    reuse: bool = False
 
 
 class Absorb(Message, tag="absorb", frozen=True):

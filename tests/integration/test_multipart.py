@@ -14,8 +14,10 @@ import torch
 from forebay.benchmarks.seaweed import S3Server
 from forebay.checkpointd import Checkpointer, SaveHandle
 from forebay.checkpointd.layout import is_our_key
+from forebay.core.channel import ask
 from forebay.core.config import Settings
 from forebay.core.failpoint import VARIABLE
+from forebay.core.protocol import GetMetrics, MetricsText
 from forebay.tiers.store import open_store
 from tests.conftest import Node, eventually
 
@@ -119,3 +121,41 @@ def test_only_our_abandoned_uploads_are_aborted(s3: S3Server, prefix: str, clien
     assert anyio.run(store.abort_abandoned, "run/", 3600.0, is_our_key) == 0
     assert anyio.run(store.abort_abandoned, "run/", -3600.0, is_our_key) == 1
     assert eventually(lambda: sorted(u["Key"] for u in uploads(client, s3, prefix)) == sorted(others))
+
+
+def counted(node: Node, name: str) -> float:
+    """A counter of checkpointd."""
+    text = ask(node.settings.checkpoint_socket, GetMetrics(), expect=MetricsText).text
+    (line,) = [line for line in text.splitlines() if line.startswith(name + " ")]
+    return float(line.rpartition(" ")[2])
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["there", "removed"])
+def test_unchanged_parts_are_copied_by_the_store(
+    node: Node, s3: S3Server, prefix: str, client: Any, gone: bool
+):
+    """LoRA: a frozen base of 30 MB and a little that changes; each checkpoint is whole on its own."""
+    node.set(FOREBAY_CHECKPOINT__PART_BYTES=str(PART))
+    node.start("checkpoint")
+    upstream = s3.url(f"{prefix}/ckpt")
+    state = {"base": torch.arange(7_500_000, dtype=torch.float32), "lora": torch.zeros(100_000)}
+    with Checkpointer("run", upstream=upstream, reuse=True) as checkpoints:
+        for step in (1, 2, 30_000):
+            state["lora"].fill_(float(step))
+            if gone and step > 2:
+                key = next(
+                    info["path"]
+                    for info in obstore.list(s3.store(), f"{prefix}/ckpt/run/step-000000002").collect()
+                    if info["path"].endswith(".safetensors")
+                )
+                obstore.delete(s3.store(), key)
+            checkpoints.save(step, state).wait()
+    copied = counted(node, "forebay_checkpoint_copied_bytes_total")
+    assert copied == (1 if gone else 2) * 5 * PART
+    for root in (node.settings.spool_dir / "runs").rglob("step-*"):
+        for path in root.rglob("*.safetensors"):
+            path.unlink()
+    checkpoints = Checkpointer("run", upstream=upstream)
+    for step in (1, 30_000):
+        found = checkpoints.restore(step)[1]
+        assert torch.equal(found["base"], state["base"]) and found["lora"].unique().tolist() == [step]
