@@ -18,6 +18,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from forebay.checkpointd.device import DeviceCopies
 from forebay.core.errors import CheckpointCorrupt, UnsupportedValue
 
 _ALIGN_BYTES = 64
@@ -70,11 +71,13 @@ class Container:
         into[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         data = into[len(self.header) : self.size_bytes]
         views = {slot.dtype: _whole(data, slot.dtype) for slot in self.slots}
+        copies = DeviceCopies()
         for slot in self.slots:
             if slot.start != slot.end:
                 width = slot.dtype.itemsize
                 place = views[slot.dtype][slot.start // width : slot.end // width]
-                place.view(slot.shape).copy_(tensors[slot.name])
+                copies.copy(place.view(slot.shape), tensors[slot.name])
+        copies.finish()
 
 
 def _whole(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

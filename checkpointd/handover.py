@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from forebay.checkpointd.arena import DATA_OFFSET, Arena, check_memory
+from forebay.checkpointd.device import page_lock, unlock
 from forebay.core.channel import Channel, ask
 from forebay.core.config import Settings
 from forebay.core.errors import CheckpointError, DaemonUnavailable, NotFound, SaveFailed, WaitTimeout
@@ -86,17 +87,25 @@ class _Buffer:
         self.arena: Arena | None = None
         self.bytes: torch.Tensor | None = None
         self.busy: SaveHandle | None = None
+        self._locked = False
 
     def fits(self, size_bytes: int) -> bool:
         return self.arena is not None and self.arena.capacity_bytes >= size_bytes
 
     def fit(self, size_bytes: int) -> tuple[Arena, torch.Tensor]:
         if self.arena is None or self.bytes is None or self.arena.capacity_bytes < size_bytes:
-            if self.arena:
-                self.arena.close()
+            self.close()
             self.arena = Arena(size_bytes)
             self.bytes = torch.frombuffer(self.arena.map, dtype=torch.uint8, offset=DATA_OFFSET)
+            self._locked = page_lock(self.bytes)
         return self.arena, self.bytes
+
+    def close(self) -> None:
+        if self._locked and self.bytes is not None:
+            unlock(self.bytes)
+        if self.arena:
+            self.arena.close()
+        self.arena, self.bytes, self._locked = None, None, False
 
 
 def _fit_all(buffers: Sequence[_Buffer], size_bytes: int) -> None:
@@ -211,8 +220,7 @@ class Handover:
             self._channel.close()
         self._background.shutdown()
         for buffer in self._buffers:
-            if buffer.arena:
-                buffer.arena.close()
+            buffer.close()
         self._buffers = []
 
     def _wait_free(self, buffer: _Buffer) -> None:
