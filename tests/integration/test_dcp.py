@@ -47,6 +47,7 @@ else:
     dcp.load(found, storage_reader=ForebayReader("sharded", upstream=sys.argv[2]))
     assert torch.equal(found["a"].full_tensor(), whole) and torch.equal(found["b"].full_tensor(), whole)
     assert found["c"].tolist() == [5.0] * 3 and found["x"] == 7
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -122,6 +123,7 @@ else:
         assert mine.keys() == reference.keys()
         for name, tensor in reference.items():
             assert torch.equal(mine[name], tensor), name
+dist.barrier()
 dist.destroy_process_group()
 """
 )
@@ -148,6 +150,7 @@ for step in (1, 2, 3):
     found = {"model": {name: torch.zeros_like(t) for name, t in model.module.state_dict().items()}}
     dcp.load(found, storage_reader=ForebayReader("ddp", upstream=upstream), checkpoint_id=str(step))
     assert {float(t.unique()) for t in found["model"].values()} == {float(step)}
+dist.barrier()
 dist.destroy_process_group()
 """
 )

@@ -220,6 +220,7 @@ RANK = """
             print(step, state["w"].unique().tolist())
         except NoCheckpoint as err:
             print("none", err)
+    dist.barrier()
     dist.destroy_process_group()
 """
 
