@@ -107,9 +107,7 @@ class Checkpointer:
         self._handover.report_failure()
         if self._policy != "block" and any(agree.gather(not self._handover.free())):
             return self._handover.refuse(target, self._policy == "skip")
-        return self._handover.send(
-            target, container.size_bytes, lambda into: container.fill(into, flat.tensors)
-        )
+        return self._handover.send(target, container, flat.tensors)
 
     def every(self, *, steps: int | None = None, seconds: float | None = None) -> Checkpointer:
         """How often `due` says yes: each so many steps, or when so much time has passed.

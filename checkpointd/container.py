@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -63,20 +63,32 @@ class Container:
     slots: tuple[Slot, ...]
     size_bytes: int
 
-    def fill(self, into: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy everything into `into` (uint8, at least size_bytes): the only copy of a save.
-
-        torch copies large tensors with its own threads, without the GIL.
-        """
-        into[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+    def places(self, into: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Where in `into` (uint8, at least size_bytes) each tensor goes; the empty ones go nowhere."""
         data = into[len(self.header) : self.size_bytes]
         views = {slot.dtype: _whole(data, slot.dtype) for slot in self.slots}
-        copies = DeviceCopies()
+        found = []
         for slot in self.slots:
             if slot.start != slot.end:
                 width = slot.dtype.itemsize
                 place = views[slot.dtype][slot.start // width : slot.end // width]
-                copies.copy(place.view(slot.shape), tensors[slot.name])
+                found.append((slot.name, place.view(slot.shape)))
+        return found
+
+    def fill(
+        self,
+        into: torch.Tensor,
+        places: Sequence[tuple[str, torch.Tensor]],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Copy everything into `into`, to its `places` there: the only copy of a save.
+
+        torch copies large tensors with its own threads, without the GIL.
+        """
+        into[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        copies = DeviceCopies()
+        for name, place in places:
+            copies.copy(place, tensors[name])
         copies.finish()
 
 

@@ -150,9 +150,7 @@ class ForebayWriter(StorageWriter):
             self.run, self.step, attempt, self._rank, named.world_size, self.upstream, self._about
         )
         self._handover.report_failure()
-        self._last = self._handover.send(
-            target, container.size_bytes, lambda into: container.fill(into, tensors)
-        )
+        self._last = self._handover.send(target, container, tensors)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from forebay.checkpointd.arena import DATA_OFFSET, Arena, check_memory
+from forebay.checkpointd.container import Container, Slot
 from forebay.checkpointd.device import page_lock, unlock
 from forebay.core.channel import Channel, ask
 from forebay.core.config import Settings
@@ -88,17 +89,27 @@ class _Buffer:
         self.bytes: torch.Tensor | None = None
         self.busy: SaveHandle | None = None
         self._locked = False
+        self._shape: tuple[tuple[Slot, ...], int] | None = None
+        self._places: list[tuple[str, torch.Tensor]] = []
 
     def fits(self, size_bytes: int) -> bool:
         return self.arena is not None and self.arena.capacity_bytes >= size_bytes
 
-    def fit(self, size_bytes: int) -> tuple[Arena, torch.Tensor]:
+    def fill(self, container: Container, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Views into the arena are kept for as long as the file has the same shape."""
+        assert self.bytes is not None
+        shape = (container.slots, len(container.header))
+        if self._shape is None or self._shape[0] is not shape[0] or self._shape[1] != shape[1]:
+            self._shape, self._places = shape, container.places(self.bytes)
+        container.fill(self.bytes, self._places, tensors)
+
+    def fit(self, size_bytes: int) -> Arena:
         if self.arena is None or self.bytes is None or self.arena.capacity_bytes < size_bytes:
             self.close()
             self.arena = Arena(size_bytes)
             self.bytes = torch.frombuffer(self.arena.map, dtype=torch.uint8, offset=DATA_OFFSET)
             self._locked = page_lock(self.bytes)
-        return self.arena, self.bytes
+        return self.arena
 
     def close(self) -> None:
         if self._locked and self.bytes is not None:
@@ -106,6 +117,7 @@ class _Buffer:
         if self.arena:
             self.arena.close()
         self.arena, self.bytes, self._locked = None, None, False
+        self._shape, self._places = None, []
 
 
 def _fit_all(buffers: Sequence[_Buffer], size_bytes: int) -> None:
@@ -152,16 +164,17 @@ class Handover:
                 log.warning("going on with %d of %d buffers: %s", len(ready), len(self._buffers), err)
                 self._buffers, self._next = ready, 0
 
-    def send(self, target: Target, size_bytes: int, fill: Callable[[torch.Tensor], None]) -> SaveHandle:
-        """Copy by `fill`, hand over. Returns when checkpointd owns the snapshot (C1)."""
+    def send(self, target: Target, container: Container, tensors: Mapping[str, torch.Tensor]) -> SaveHandle:
+        """Copy, hand over. Returns when checkpointd owns the snapshot (C1)."""
         self._prepared()
+        size_bytes = container.size_bytes
         buffer = self._buffers[self._next]
         first = buffer.arena is None
         self._wait_free(buffer)
         self._next = (self._next + 1) % len(self._buffers)
-        arena, view = buffer.fit(size_bytes)
+        arena = buffer.fit(size_bytes)
         arena.begin(target.attempt, size_bytes)
-        fill(view)
+        buffer.fill(container, tensors)
         generation = arena.finish(target.attempt, size_bytes)
         request = Absorb(
             target.run,

@@ -52,7 +52,7 @@ def through_a_file(state: Any) -> Any:
     flat = Flattened(state)
     container = lay_out(flat.tensors, {"forebay": json.dumps(flat.skeleton)})
     into = torch.zeros(container.size_bytes, dtype=torch.uint8)
-    container.fill(into, flat.tensors)
+    container.fill(into, container.places(into), flat.tensors)
     with tempfile.TemporaryFile() as file:
         file.write(into.numpy().tobytes())
         file.flush()
@@ -129,7 +129,7 @@ def test_stock_safetensors_reads_it(tmp_path):
     tensors = {"w": torch.randn(4, 3), "b": torch.randn(3).bfloat16(), "i": torch.arange(3, dtype=torch.int8)}
     container = lay_out(tensors, {})
     into = torch.zeros(container.size_bytes, dtype=torch.uint8)
-    container.fill(into, tensors)
+    container.fill(into, container.places(into), tensors)
     (tmp_path / "f.safetensors").write_bytes(into.numpy().tobytes())
     found = safetensors.torch.load_file(tmp_path / "f.safetensors")
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
