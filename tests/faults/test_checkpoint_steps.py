@@ -18,8 +18,10 @@ from tests.conftest import Node, eventually
 LANDING = ("landing.begun", "landing.written", "landing.verified", "landing.noted", "landing.renamed")
 # Before the journal says `local` a snapshot is only in the daemon's memory, and dies with it.
 IN_MEMORY = ("absorb.noted", "spool.filed", "spool.manifested", *LANDING)
+# Parts are sent to S3 alone: tests/integration/test_multipart.py.
+POINTS = [point for point in (*LANDING, *CHECKPOINT_POINTS) if point != "multipart.sent"]
 # Where an error of the disk can come from.
-IO = [point for point in (*LANDING, *CHECKPOINT_POINTS) if point != "retention.uncommitted"]
+IO = [point for point in POINTS if point != "retention.uncommitted"]
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def nothing_is_left_over(node: Node) -> bool:
     return not list((node.settings.spool_dir / "runs").rglob(".forebay-*"))
 
 
-@pytest.mark.parametrize("point", [*LANDING, *CHECKPOINT_POINTS])
+@pytest.mark.parametrize("point", POINTS)
 def test_kill_9_at_each_step(node: Node, upstream: str, point: str):
     """Step 1 is committed before. Step 2 is, after a restart, either committed or reported as lost."""
     node.start("checkpoint")
@@ -113,7 +115,7 @@ def test_a_full_or_failing_disk_is_said_and_the_next_save_works(
     assert eventually(lambda: nothing_is_left_over(node))
 
 
-@pytest.mark.parametrize("point", [*LANDING, *CHECKPOINT_POINTS])
+@pytest.mark.parametrize("point", POINTS)
 def test_a_slow_step_delays_and_no_more(node: Node, upstream: str, point: str):
     node.set(**{VARIABLE: f"{point}=delay:0.5@1"})
     node.start("checkpoint")
