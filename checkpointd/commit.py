@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from forebay.checkpointd import layout
@@ -75,13 +76,19 @@ class Found:
     pinned: bool = False
 
 
+async def listed(store: Store, prefix: str) -> AsyncIterator[ObjectInfo]:
+    """Nothing, where there is nothing yet."""
+    try:
+        async for info in store.list(prefix):
+            yield info
+    except (ObjectNotFound, BucketNotFound):
+        return
+
+
 async def find_commits(store: Store, run: str) -> list[Found]:
     """Every commit of a run, newest step first."""
     found: list[Found] = []
-    try:
-        objects = {info.key: info async for info in store.list(f"{layout.check_run(run)}/")}
-    except (ObjectNotFound, BucketNotFound):
-        return []
+    objects = {info.key: info async for info in listed(store, f"{layout.check_run(run)}/")}
     for key, info in objects.items():
         place = layout.parse_commit_key(key)
         if place is None:

@@ -104,7 +104,7 @@ class _Buffer:
         container.fill(self.bytes, self._places, tensors)
 
     def fit(self, size_bytes: int) -> Arena:
-        if self.arena is None or self.bytes is None or self.arena.capacity_bytes < size_bytes:
+        if self.arena is None or not self.fits(size_bytes):
             self.close()
             self.arena = Arena(size_bytes)
             self.bytes = torch.frombuffer(self.arena.map, dtype=torch.uint8, offset=DATA_OFFSET)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
@@ -17,19 +17,20 @@ import structlog
 
 from forebay.checkpointd import layout
 from forebay.checkpointd.attempts import Attempt
-from forebay.checkpointd.commit import find_commits, read_all, try_commit
+from forebay.checkpointd.commit import find_commits, listed, read_all, try_commit
 from forebay.checkpointd.layout import Commit, RankManifest
 from forebay.checkpointd.retention import remove, stays
 from forebay.checkpointd.spool import Spool
 from forebay.checkpointd.upload import upload
 from forebay.core import metrics
 from forebay.core.config import CheckpointSettings
-from forebay.core.errors import BucketNotFound, ForebayError, ObjectNotFound
+from forebay.core.errors import ForebayError
 from forebay.core.protocol import Keep
 from forebay.tiers.store import Grant, ObjectInfo, Store
 
 log = structlog.get_logger()
 
+# Store, object, where to, xxh3-128: see pipeline.Pipeline.download.
 Download = Callable[[Store, ObjectInfo, Path, str], Awaitable[object]]
 
 
@@ -81,7 +82,7 @@ class Partner:
             return
         for (step, attempt), manifests in sorted(left.items()):
             prefix = layout.folder(run, step, attempt)
-            there = {info.key async for info in _listed(upstream, f"{prefix}/")}
+            there = {info.key async for info in listed(upstream, f"{prefix}/")}
             for manifest in manifests:
                 key = f"{prefix}/{layout.rank_manifest(manifest.rank)}"
                 if key not in there:
@@ -94,7 +95,7 @@ class Partner:
     async def _uncommitted(self, run: str, newest: int) -> dict[tuple[int, str], list[RankManifest]]:
         """Manifests of attempts that are newer than any commit upstream."""
         found: dict[tuple[int, str], list[RankManifest]] = defaultdict(list)
-        async for info in _listed(self.store, f"{run}/"):
+        async for info in listed(self.store, f"{run}/"):
             place = layout.parse_manifest_key(info.key)
             if place and place[0] > newest:
                 where = f"{self.store.url}/{info.key}"
@@ -107,12 +108,3 @@ class Partner:
             path = self._spool.root / key
             await download(self.store, await self.store.head(key), path, file.digest)
             await upstream.put_file(key, path, part_bytes=self._policy.part_bytes, resume=True)
-
-
-async def _listed(store: Store, prefix: str) -> AsyncIterator[ObjectInfo]:
-    """Nothing, where there is nothing yet."""
-    try:
-        async for info in store.list(prefix):
-            yield info
-    except (ObjectNotFound, BucketNotFound):
-        return

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-
 import anyio
 import msgspec
 import structlog
@@ -14,7 +11,7 @@ from forebay.checkpointd import layout
 from forebay.checkpointd.commit import Found, find_commits
 from forebay.checkpointd.layout import Commit, FileRecord
 from forebay.checkpointd.memory import Memory
-from forebay.checkpointd.partner import Partner
+from forebay.checkpointd.partner import Download, Partner
 from forebay.checkpointd.spool import Spool
 from forebay.checkpointd.upload import read_digest
 from forebay.core.errors import (
@@ -28,12 +25,9 @@ from forebay.core.errors import (
 from forebay.core.protocol import Checkpoint, CheckpointFile, CheckpointOpened, OpenCheckpoint, RepairFile
 from forebay.tiers.digest import digest_file
 from forebay.tiers.filesystem import os_error
-from forebay.tiers.store import ObjectInfo, Store
+from forebay.tiers.store import Store
 
 log = structlog.get_logger()
-
-# Store, object, where to, xxh3-128: see pipeline.Pipeline.download.
-Download = Callable[[Store, ObjectInfo, Path, str], Awaitable[object]]
 
 _FILES_AT_ONCE = 4
 

@@ -29,7 +29,7 @@ def stays(found: Iterable[Found], keep: Keep, now: float) -> set[tuple[int, str]
     """
     good = [at for at in found if at.commit]
     kept = {(at.step, at.attempt) for at in good if at is good[0] or at.pinned}
-    if (keep.last, keep.every, keep.best, keep.age_s) == (None, None, None, None):
+    if _keeps_all(keep):
         return {(at.step, at.attempt) for at in good}
     kept |= {(at.step, at.attempt) for at in good[: keep.last or 0]}
     for at in good:
@@ -38,6 +38,10 @@ def stays(found: Iterable[Found], keep: Keep, now: float) -> set[tuple[int, str]
         if young or (keep.every and at.step % keep.every == 0):
             kept.add((at.step, at.attempt))
     return kept | {(at.step, at.attempt) for at in _best(good, keep)}
+
+
+def _keeps_all(keep: Keep) -> bool:
+    return (keep.last, keep.every, keep.best, keep.age_s) == (None, None, None, None)
 
 
 def _best(good: list[Found], keep: Keep) -> list[Found]:
@@ -69,6 +73,9 @@ async def trim_spool(spool: Spool, attempts: Attempts, run: str, keep: int) -> N
 
 async def leaving(store: Store, run: str, keep: Keep) -> list[Found]:
     """What a rule would take from a tier: nothing, when no checkpoint there is good."""
+    if _keeps_all(keep):
+        # Not a look at every commit of the run after each one.
+        return []
     commits = await find_commits(store, run)
     kept = stays([at for at in commits if not at.problem], keep, time.time())
     return [at for at in commits if kept and not at.pinned and (at.step, at.attempt) not in kept]

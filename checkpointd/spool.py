@@ -58,10 +58,7 @@ class Spool:
         """Arena -> file and manifest; its digest. Runs in a thread. Raises OSError, CheckpointCorrupt."""
         folder = self.folder(attempt)
         folder.mkdir(parents=True, exist_ok=True)
-        for parent in (folder, *folder.parents):
-            sync_directory(parent)
-            if parent == self.root:
-                break
+        self._sync_up({folder})
         name = layout.rank_file(attempt.rank)
         landing = FileLanding(folder / name, direct=True, durable=True)
         try:
@@ -89,10 +86,14 @@ class Spool:
             target = folder / layout.check_file(f"{layout.WATCHED}{name}")
             target.parent.mkdir(parents=True, exist_ok=True)
             records.append(_take(root / name, target, f"{layout.WATCHED}{name}", copy=copy))
-        for parent in {target for name in names for target in (folder / layout.WATCHED / name).parents}:
+        self._sync_up({(folder / record.name).parent for record in records})
+        self._write_manifest(attempt, records, About())
+
+    def _sync_up(self, folders: set[Path]) -> None:
+        """These folders and those above, up to the root, survive a power cut."""
+        for parent in {parent for folder in folders for parent in (folder, *folder.parents)}:
             if self.root in (parent, *parent.parents):
                 sync_directory(parent)
-        self._write_manifest(attempt, records, About())
 
     def _write_manifest(self, attempt: Attempt, files: list[FileRecord], about: About) -> None:
         manifest = RankManifest(
@@ -116,10 +117,7 @@ class Spool:
         folder = self.root / layout.folder(run, at.step, at.attempt)
         if at.commit is None:
             return False
-        own: set[str] = set()
-        for path in folder.glob("rank-*.manifest.json"):
-            with suppress(CheckpointCorrupt):
-                own |= {file.name for file in layout.read_manifest(path).files}
+        own = _listed(folder)
         return own <= at.there if own else at.problem is None
 
     def remove(self, run: str, step: int, attempt: str) -> bool:
@@ -132,17 +130,14 @@ class Spool:
             return False
         (folder / layout.COMMIT).unlink(missing_ok=True)
         failpoint("retention.uncommitted")
-        watched: set[Path] = set()
-        for path in folder.glob("rank-*.manifest.json"):
-            with suppress(CheckpointCorrupt):
-                watched |= {folder / file.name for file in layout.read_manifest(path).files}
+        listed = {folder / name for name in _listed(folder)}
         for path in sorted(folder.iterdir()):
             ours = layout.is_ours(path.name) or path.name.startswith(TEMPORARY)
             if ours and not path.is_symlink():
                 path.unlink()
-        for path in watched:
+        for path in listed:
             path.unlink(missing_ok=True)
-        parents = {parent for path in watched for parent in path.parents if folder in parent.parents}
+        parents = {parent for path in listed for parent in path.parents if folder in parent.parents}
         for emptied in (*sorted(parents, key=lambda path: -len(path.parts)), folder, folder.parent):
             # Others' files, and other attempts of that step, keep their folders.
             if emptied.is_dir() and not any(emptied.iterdir()):
@@ -159,6 +154,15 @@ class Spool:
         for path in self.root.glob(f"*/*/*/{TEMPORARY}*"):
             if not path.name.startswith(OWN_TEMPORARY):
                 path.unlink(missing_ok=True)
+
+
+def _listed(folder: Path) -> set[str]:
+    """The files that the manifests of an attempt's folder name."""
+    names: set[str] = set()
+    for path in folder.glob("rank-*.manifest.json"):
+        with suppress(CheckpointCorrupt):
+            names |= {file.name for file in layout.read_manifest(path).files}
+    return names
 
 
 def _drain(arena_fd: int, landing: FileLanding, size_bytes: int) -> str:

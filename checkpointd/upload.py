@@ -72,8 +72,8 @@ async def _upload_file(
     """Put and verified; what a crash left whole upstream is not put again (C9)."""
     key, path = f"{prefix}/{record.name}", folder / record.name
     expected = partial(object_etag, path, part_bytes)
-    # In most cases it will be wanted, and can be had while the bytes go up.
-    etag = _beside(expected) if store.url.startswith("s3:") else expected
+    # It will be wanted, and can be had while the bytes go up; with `like` each part is compared instead.
+    etag = _beside(expected) if store.url.startswith("s3:") and like is None else expected
 
     async def file() -> None:
         if await _problem(store, key, record, etag):

@@ -101,7 +101,7 @@ class Multipart:
                 body = await to_thread.run_sync(
                     _read, path, start, min(part_bytes, record.size_bytes - start)
                 )
-                if there.get(number) == await self._md5(number, there, body):
+                if number in there and there[number] == await to_thread.run_sync(_md5, body):
                     etags[number] = there[number]
                     return
                 if grant:
@@ -157,12 +157,6 @@ class Multipart:
             return None
         metrics.checkpoint_copied_bytes.inc(end - start)
         return str(answer["CopyPartResult"]["ETag"]).strip('"')
-
-    async def _md5(self, number: int, there: dict[int, str], body: bytes) -> str | None:
-        """Only of parts that S3 says it has."""
-        if number not in there:
-            return ""
-        return await to_thread.run_sync(lambda: hashlib.md5(body, usedforsecurity=False).hexdigest())
 
     async def _send(self, record: _Record, number: int, body: bytes) -> str:
         answer = await self._ask(
@@ -294,6 +288,10 @@ def _decoded(path: Path, kind: type[T]) -> T | None:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def _md5(body: bytes) -> str:
+    return hashlib.md5(body, usedforsecurity=False).hexdigest()
 
 
 def _read(path: Path, start: int, length: int) -> bytes:

@@ -231,3 +231,14 @@ def test_too_little_memory_for_the_second_buffer_leaves_one(
         checkpoints.wait()
         assert "going on with 1 of 2 buffers" in caplog.text
         assert checkpoints.restore()[0] == 3
+
+
+def test_without_a_rule_nothing_goes_not_even_what_is_damaged(daemon: Node, upstream: str):
+    """A commit with a file missing is somebody's to look at, not retention's to clear away."""
+    checkpoints = Checkpointer("run", upstream=upstream)
+    checkpoints.save(1, STATE).wait()
+    (lost,) = Path(upstream).rglob("*.safetensors")
+    lost.unlink()
+    checkpoints.save(2, STATE).wait()
+    checkpoints.save(3, STATE).wait()
+    assert len(list(Path(upstream).rglob("COMMIT.json"))) == 3
