@@ -106,5 +106,6 @@ def check_memory(need_bytes: int) -> None:
 def _no_memory(need_bytes: int, have: str) -> CheckpointError:
     return CheckpointError(
         f"snapshots need {format_bytes(need_bytes)} of host memory, there is {have}",
-        hint="save less state per rank (shard it), or use one buffer: Checkpointer(buffers=1)",
+        hint="save less state per rank (shard it), use one buffer (buffers=1), or set "
+        "checkpoint.arena_bytes: what is larger is then saved in waves",
     )

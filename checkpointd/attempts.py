@@ -45,6 +45,13 @@ class Attempt(msgspec.Struct, frozen=True):
     committed_at: float | None = None
     replicated_at: float | None = None
 
+    @classmethod
+    def of(cls, request: Absorb, size_bytes: int) -> Attempt:
+        return cls(
+            request.run, request.attempt, request.rank, request.step, request.world_size,
+            request.upstream, "absorbed", size_bytes, absorbed_at=time.time(),
+        )  # fmt: skip
+
     @property
     def open(self) -> bool:
         """Work is still to be done for it."""
@@ -75,10 +82,7 @@ class Attempts:
         self._journal.close()
 
     def add(self, request: Absorb, size_bytes: int) -> Attempt:
-        attempt = Attempt(
-            request.run, request.attempt, request.rank, request.step, request.world_size,
-            request.upstream, "absorbed", size_bytes, absorbed_at=time.time(),
-        )  # fmt: skip
+        attempt = Attempt.of(request, size_bytes)
         columns = msgspec.structs.astuple(attempt)
         # The snapshot itself is only in memory yet: the trainer must not wait for a disk here.
         with self._journal.relaxed():

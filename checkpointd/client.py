@@ -41,6 +41,8 @@ class Checkpointer:
     on_error: what becomes of a save that failed after it returned: `raise` at the next call, `warn` in
         the log, or a number: raise when so many in a row have failed.
     keep: which checkpoints stay upstream; all of them by default.
+    overlap: `save` returns while copies from a GPU are still under way. The tensors must not change before
+        `wait_before_step`: `optimizer.register_step_pre_hook(checkpoints.wait_before_step)` sees to it.
     reuse: parts of the file that have not changed since the last save (frozen layers) are copied by S3
         itself, not sent again; each checkpoint stays complete and readable on its own.
     """
@@ -58,6 +60,7 @@ class Checkpointer:
         on_error: OnError = "raise",
         keep: Keep | None = None,
         reuse: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.run = check_run(run)
         self.upstream = upstream
@@ -68,7 +71,7 @@ class Checkpointer:
         self._reuse = reuse
         self._saves = 0
         self._settings = Settings.load()
-        self._handover = Handover(self._settings, buffers, on_error)
+        self._handover = Handover(self._settings, buffers, on_error, overlap=overlap)
         self._reader = Reader(self._settings, run, upstream)
         self._every_steps: int | None = None
         self._every_s: float | None = None
@@ -108,6 +111,13 @@ class Checkpointer:
         if self._policy != "block" and any(agree.gather(not self._handover.free())):
             return self._handover.refuse(target, self._policy == "skip")
         return self._handover.send(target, container, flat.tensors)
+
+    def wait_before_step(self, *_: object) -> None:
+        """Until the tensors may change: what `save` saw has been absorbed. Of use with `overlap`.
+
+        Raises what went wrong on the way to checkpointd.
+        """
+        self._handover.left()
 
     def every(self, *, steps: int | None = None, seconds: float | None = None) -> Checkpointer:
         """How often `due` says yes: each so many steps, or when so much time has passed.

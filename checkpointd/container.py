@@ -80,8 +80,10 @@ class Container:
         into: torch.Tensor,
         places: Sequence[tuple[str, torch.Tensor]],
         tensors: Mapping[str, torch.Tensor],
-    ) -> None:
+    ) -> DeviceCopies:
         """Copy everything into `into`, to its `places` there: the only copy of a save.
+
+        What comes from a device is there when the copies that are returned have finished.
 
         torch copies large tensors with its own threads, without the GIL.
         """
@@ -89,6 +91,22 @@ class Container:
         copies = DeviceCopies()
         for name, place in places:
             copies.copy(place, tensors[name])
+        return copies
+
+    def fill_part(self, into: torch.Tensor, start: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the file's bytes from `start` on, as many as `into` has; `start` is a multiple of 64."""
+        end = start + len(into)
+        header = self.header[start:end]
+        if header:
+            into[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        copies = DeviceCopies()
+        for slot in self.slots:
+            base = len(self.header) + slot.start
+            low, high = max(base, start), min(base + slot.end - slot.start, end)
+            if low < high:
+                width = slot.dtype.itemsize
+                source = tensors[slot.name].reshape(-1)[(low - base) // width : (high - base) // width]
+                copies.copy(into[low - start : high - start].view(slot.dtype), source)
         copies.finish()
 
 

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from mmap import PAGESIZE
 from typing import Literal
 
 import torch
 
-from forebay.checkpointd.arena import DATA_OFFSET, Arena, check_memory
-from forebay.checkpointd.container import Container, Slot
-from forebay.checkpointd.device import page_lock, unlock
+from forebay.checkpointd.arena import Arena, check_memory
+from forebay.checkpointd.buffers import Buffer, fit_all
+from forebay.checkpointd.container import Container
 from forebay.core.channel import Channel, ask
 from forebay.core.config import Settings
-from forebay.core.errors import CheckpointError, DaemonUnavailable, NotFound, SaveFailed, WaitTimeout
-from forebay.core.protocol import About, Absorb, Absorbed, AttemptStatus, Done, Farewell, Level, WaitLevel
+from forebay.core.errors import (
+    CheckpointError,
+    DaemonUnavailable,
+    ForebayError,
+    NotFound,
+    SaveFailed,
+    WaitTimeout,
+)
+from forebay.core.protocol import (
+    About,
+    Absorb,
+    Absorbed,
+    AttemptStatus,
+    Done,
+    Farewell,
+    Level,
+    WaitLevel,
+    Wave,
+)
 
 log = logging.getLogger("forebay.checkpointd")
 
@@ -40,6 +59,12 @@ class Target:
     upstream: str | None
     about: About = field(default_factory=About)
 
+    def request(self, generation: int, wave: Wave | None = None) -> Absorb:
+        return Absorb(
+            self.run, self.step, self.attempt, self.rank, self.world_size,
+            generation, self.upstream, self.about, wave,
+        )  # fmt: skip
+
 
 class SaveHandle:
     """A save that has been absorbed. The word `saved` is for those that waited.
@@ -51,6 +76,7 @@ class SaveHandle:
         self._settings = settings
         self.target = target
         self.skipped = skipped
+        self.leaving: Future[None] | None = None
 
     def status(self) -> AttemptStatus:
         """How far it is, now."""
@@ -74,6 +100,8 @@ class SaveHandle:
     def _ask(self, level: Level, timeout_s: float) -> AttemptStatus:
         if self.skipped:
             raise SaveFailed(f"step {self.target.step} of {self.target.run} was skipped: {_BUSY}")
+        if self.leaving:
+            self.leaving.result()
         request, socket = self.request(level, timeout_s), self._settings.checkpoint_socket
         try:
             return ask(socket, request, expect=AttemptStatus, role="trainer", timeout_s=timeout_s + _GRACE_S)
@@ -81,59 +109,21 @@ class SaveHandle:
             raise SaveFailed(f"{err.message}: its journal was lost, and the save with it") from err
 
 
-class _Buffer:
-    """An arena and the save that occupies it."""
-
-    def __init__(self) -> None:
-        self.arena: Arena | None = None
-        self.bytes: torch.Tensor | None = None
-        self.busy: SaveHandle | None = None
-        self._locked = False
-        self._shape: tuple[tuple[Slot, ...], int] | None = None
-        self._places: list[tuple[str, torch.Tensor]] = []
-
-    def fits(self, size_bytes: int) -> bool:
-        return self.arena is not None and self.arena.capacity_bytes >= size_bytes
-
-    def fill(self, container: Container, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Views into the arena are kept for as long as the file has the same shape."""
-        assert self.bytes is not None
-        shape = (container.slots, len(container.header))
-        if self._shape is None or self._shape[0] is not shape[0] or self._shape[1] != shape[1]:
-            self._shape, self._places = shape, container.places(self.bytes)
-        container.fill(self.bytes, self._places, tensors)
-
-    def fit(self, size_bytes: int) -> Arena:
-        if self.arena is None or not self.fits(size_bytes):
-            self.close()
-            self.arena = Arena(size_bytes)
-            self.bytes = torch.frombuffer(self.arena.map, dtype=torch.uint8, offset=DATA_OFFSET)
-            self._locked = page_lock(self.bytes)
-        return self.arena
-
-    def close(self) -> None:
-        if self._locked and self.bytes is not None:
-            unlock(self.bytes)
-        if self.arena:
-            self.arena.close()
-        self.arena, self.bytes, self._locked = None, None, False
-        self._shape, self._places = None, []
-
-
-def _fit_all(buffers: Sequence[_Buffer], size_bytes: int) -> None:
-    for buffer in buffers:
-        buffer.fit(size_bytes)
-
-
 class Handover:
     """The arenas of one rank, used in turn: a save waits only for the one `buffers` before it."""
 
-    def __init__(self, settings: Settings, buffers: int, on_error: OnError = "raise") -> None:
+    def __init__(
+        self, settings: Settings, buffers: int, on_error: OnError = "raise", *, overlap: bool = False
+    ) -> None:
         self._settings = settings
         self._on_error = on_error
+        self._overlap = overlap
+        self._leaving: Future[None] | None = None
         self._strikes = 0
-        self._buffers = [_Buffer() for _ in range(buffers)]
+        self._buffers = [Buffer() for _ in range(buffers)]
         self._next = 0
+        # In whole pages: so the parts of a file lie at whole pages too.
+        self._arena_bytes = (settings.checkpoint.arena_bytes or sys.maxsize) // PAGESIZE * PAGESIZE
         self._background = ThreadPoolExecutor(1, "forebay-arena")
         self._preparing: Future[None] | None = None
         self._channel: Channel | None = None
@@ -145,9 +135,10 @@ class Handover:
         Raises CheckpointError when the host lacks the memory.
         """
         self._prepared()
+        size_bytes = min(size_bytes, self._arena_bytes)
         small = [b for b in self._buffers if b.busy is None and not b.fits(size_bytes)]
         check_memory(size_bytes * len(small))
-        self._preparing = self._background.submit(_fit_all, small, size_bytes)
+        self._preparing = self._background.submit(fit_all, small, size_bytes)
         if wait:
             self._prepared()
 
@@ -166,36 +157,93 @@ class Handover:
 
     def send(self, target: Target, container: Container, tensors: Mapping[str, torch.Tensor]) -> SaveHandle:
         """Copy, hand over. Returns when checkpointd owns the snapshot (C1)."""
+        self.left()
         self._prepared()
         size_bytes = container.size_bytes
-        buffer = self._buffers[self._next]
-        first = buffer.arena is None
-        self._wait_free(buffer)
-        self._next = (self._next + 1) % len(self._buffers)
-        arena = buffer.fit(size_bytes)
+        if size_bytes > self._arena_bytes:
+            self._send_in_waves(target, container, tensors)
+            self.last = SaveHandle(self._settings, target)
+            return self.last
+        first = self._buffers[self._next].arena is None
+        buffer, arena = self._next_buffer(size_bytes)
         arena.begin(target.attempt, size_bytes)
-        buffer.fill(container, tensors)
-        generation = arena.finish(target.attempt, size_bytes)
-        request = Absorb(
-            target.run,
-            target.step,
-            target.attempt,
-            target.rank,
-            target.world_size,
-            generation,
-            target.upstream,
-            target.about,
-        )
-        self._deliver(request, arena.fd)
+        copies = buffer.fill(container, tensors)
+
+        def hand_over() -> None:
+            copies.finish()
+            self._deliver(target.request(arena.finish(target.attempt, size_bytes)), arena.fd)
+
         buffer.busy = self.last = SaveHandle(self._settings, target)
+        if self._overlap:
+            self._leaving = self.last.leaving = self._background.submit(hand_over)
+        else:
+            hand_over()
         if first:
             # The next save is not to pay for its buffer, while the trainer computes.
             others = [b for b in self._buffers if b.arena is None]
-            self._preparing = self._background.submit(_fit_all, others, size_bytes)
+            self._preparing = self._background.submit(fit_all, others, size_bytes)
         return self.last
+
+    def left(self) -> None:
+        """The last snapshot is checkpointd's. Raises what went wrong on its way there."""
+        if self._leaving:
+            leaving, self._leaving = self._leaving, None
+            try:
+                leaving.result()
+            except ForebayError:
+                # Said now, and no more.
+                self.last = None
+                raise
+
+    def _next_buffer(self, size_bytes: int) -> tuple[Buffer, Arena]:
+        """Free, and large enough."""
+        buffer = self._buffers[self._next]
+        self._wait_free(buffer)
+        self._next = (self._next + 1) % len(self._buffers)
+        return buffer, buffer.fit(size_bytes)
+
+    def _send_in_waves(
+        self, target: Target, container: Container, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Returns when all of it is on the disk: the last part's memory is then free as well (F12)."""
+        try:
+            self._waves(target, container, tensors)
+        except DaemonUnavailable as err:
+            log.warning("checkpointd went away, sending all waves again: %s", err)
+            self._channel = None
+            self._waves(target, container, tensors)
+
+    def _waves(self, target: Target, container: Container, tensors: Mapping[str, torch.Tensor]) -> None:
+        """One part is copied while the one before it is written, if there are two buffers."""
+        writing: Future[None] | None = None
+        try:
+            for offset in range(0, container.size_bytes, self._arena_bytes):
+                size_bytes = min(self._arena_bytes, container.size_bytes - offset)
+                if writing and len(self._buffers) == 1:
+                    writing.result()
+                buffer, arena = self._next_buffer(self._arena_bytes)
+                arena.begin(target.attempt, size_bytes)
+                buffer.fill_part(container, tensors, offset, size_bytes)
+                request = target.request(
+                    arena.finish(target.attempt, size_bytes), Wave(offset, container.size_bytes)
+                )
+                if writing:
+                    writing.result()
+                writing = self._background.submit(self._deliver_wave, request, arena.fd)
+        finally:
+            # The connection is this thread's alone again, whatever happened.
+            if writing:
+                writing.result()
+
+    def _deliver_wave(self, request: Absorb, fd: int) -> None:
+        if self._channel is None:
+            self._channel = Channel.connect(self._settings.checkpoint_socket, "trainer")
+        wait_s = self._settings.checkpoint.wait_s
+        self._channel.request(request, expect=Absorbed, fds=[fd], timeout_s=wait_s)
 
     def free(self) -> bool:
         """The next save would not have to wait for the disk."""
+        self.left()
         busy = self._buffers[self._next].busy
         if busy is None:
             return True
@@ -211,6 +259,7 @@ class Handover:
 
     def report_failure(self) -> None:
         """The last save failed after it returned: said once, as `on_error` wants it (C6)."""
+        self.left()
         if not self.last:
             return
         status = self._status(self.last)
@@ -236,7 +285,7 @@ class Handover:
             buffer.close()
         self._buffers = []
 
-    def _wait_free(self, buffer: _Buffer) -> None:
+    def _wait_free(self, buffer: Buffer) -> None:
         """The daemon has written what is in this arena; a failed one is free too."""
         if buffer.busy:
             busy, buffer.busy = buffer.busy, None

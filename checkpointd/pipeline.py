@@ -86,6 +86,10 @@ class Pipeline:
         """Takes over the descriptor."""
         self._tasks.start_soon(self._from_memory, attempt, arena_fd, generation, about)
 
+    def written(self, attempt: Attempt, digest: str) -> None:
+        """What came in waves is on the disk already."""
+        self._tasks.start_soon(self._from_disk, self._attempts.reached(attempt, "local", digest))
+
     def take(self, attempt: Attempt, found: Candidate) -> None:
         """What a watched folder holds."""
         self._tasks.start_soon(self._from_folder, attempt, found)

@@ -18,6 +18,7 @@ from forebay.checkpointd.memory import Memory
 from forebay.checkpointd.pipeline import Pipeline
 from forebay.checkpointd.retention import leaving, trim
 from forebay.checkpointd.spool import Spool
+from forebay.checkpointd.waves import Waves
 from forebay.core import metrics
 from forebay.core.channel import Handler, Reply
 from forebay.core.errors import CheckpointCorrupt, NoCheckpoint, ProtocolError, WaitTimeout
@@ -56,6 +57,7 @@ class CheckpointSessions:
         self._spool = spool
         self._memory = memory
         self._pipeline = pipeline
+        self._waves = Waves(spool)
         self._restorer = restore.Restorer(spool, memory, pipeline.partner, pipeline.download)
         self._numbers = itertools.count(1)
         self._handlers: dict[type[Message], Callable[[Any], Awaitable[Reply]]] = {
@@ -79,10 +81,11 @@ class CheckpointSessions:
             yield partial(self.handle, session)
         finally:
             self._memory.left(session)
+            self._waves.left(session)
 
     async def handle(self, session: int, message: Message, fds: list[int]) -> Reply:
         if isinstance(message, Absorb):
-            return self._absorb(session, message, fds)
+            return await self._absorb(session, message, fds)
         if isinstance(message, Farewell):
             self._memory.left(session, on_purpose=True)
             return Done(), ()
@@ -91,7 +94,7 @@ class CheckpointSessions:
             raise ProtocolError(f"checkpointd has no answer to {type(message).__name__}")
         return await handler(message)
 
-    def _absorb(self, session: int, request: Absorb, fds: list[int]) -> Reply:
+    async def _absorb(self, session: int, request: Absorb, fds: list[int]) -> Reply:
         """From here on the snapshot is this daemon's: the trainer may die (C2)."""
         if len(fds) != 1:
             raise ProtocolError(f"Absorb comes with one descriptor, not {len(fds)}")
@@ -101,11 +104,16 @@ class CheckpointSessions:
         header = read_header(fds[0])
         if (header.generation, header.attempt) != (request.generation, request.attempt):
             raise CheckpointCorrupt(f"the arena holds attempt {header.attempt}, not {request.attempt}")
+        metrics.checkpoint_absorbed_bytes.inc(header.size_bytes)
+        if request.wave:
+            digest = await self._waves.add(session, request, request.wave, fds[0], header.size_bytes)
+            if digest:
+                self._pipeline.written(self._attempts.add(request, request.wave.total_bytes), digest)
+            return Absorbed(header.size_bytes), ()
         attempt = self._attempts.add(request, header.size_bytes)
         failpoint("absorb.noted")
         self._memory.keep(attempt, fds[0], request.generation, session)
         self._pipeline.absorb(attempt, os.dup(fds[0]), request.generation, request.about)
-        metrics.checkpoint_absorbed_bytes.inc(header.size_bytes)
         return Absorbed(header.size_bytes), ()
 
     async def _wait_level(self, request: WaitLevel) -> Reply:

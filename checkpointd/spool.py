@@ -26,7 +26,7 @@ from forebay.checkpointd.layout import FileRecord, RankManifest
 from forebay.core.errors import CheckpointCorrupt
 from forebay.core.failpoint import failpoint
 from forebay.core.protocol import About
-from forebay.tiers.digest import digest_bytes, digest_fd
+from forebay.tiers.digest import StreamDigest, digest_fd
 from forebay.tiers.filesystem import (
     OWN_TEMPORARY,
     TEMPORARY,
@@ -54,24 +54,28 @@ class Spool:
     def folder(self, attempt: Attempt) -> Path:
         return self.root / layout.folder(attempt.run, attempt.step, attempt.attempt)
 
-    def write(self, attempt: Attempt, arena_fd: int, generation: int, about: About) -> str:
-        """Arena -> file and manifest; its digest. Runs in a thread. Raises OSError, CheckpointCorrupt."""
+    def begin(self, attempt: Attempt) -> SnapshotFile:
+        """Folders and space for a rank's file. Runs in a thread. Raises OSError."""
         folder = self.folder(attempt)
         folder.mkdir(parents=True, exist_ok=True)
         self._sync_up({folder})
-        name = layout.rank_file(attempt.rank)
-        landing = FileLanding(folder / name, direct=True, durable=True)
+        return SnapshotFile(folder / layout.rank_file(attempt.rank), attempt)
+
+    def write(self, attempt: Attempt, arena_fd: int, generation: int, about: About) -> str:
+        """Arena -> file and manifest; its digest. Runs in a thread. Raises OSError, CheckpointCorrupt."""
+        file = self.begin(attempt)
         try:
-            landing.begin(ObjectInfo(name, attempt.size_bytes, attempt.attempt), sys.maxsize)
-            digest = _drain(arena_fd, landing, attempt.size_bytes)
-            if not holds(arena_fd, attempt.attempt, generation):
-                raise CheckpointCorrupt("the arena was written to again before it was on disk")
-            landing.publish(digest)
+            file.append(arena_fd, generation, attempt.size_bytes)
+            return self.publish(file, about)
         finally:
-            landing.close(keep=False)
+            file.close()
+
+    def publish(self, file: SnapshotFile, about: About) -> str:
+        """The file has all its bytes: its digest, once the manifest vouches for it."""
+        digest = file.publish()
         failpoint("spool.filed")
-        record = FileRecord(name, attempt.size_bytes, digest)
-        self._write_manifest(attempt, [record], about)
+        record = FileRecord(file.name, file.attempt.size_bytes, digest)
+        self._write_manifest(file.attempt, [record], about)
         return digest
 
     def take(self, attempt: Attempt, root: Path, names: Sequence[str], *, copy: bool) -> None:
@@ -156,6 +160,48 @@ class Spool:
                 path.unlink(missing_ok=True)
 
 
+class SnapshotFile:
+    """A rank's file on its way from arenas to the disk: whole under its name, or not there."""
+
+    def __init__(self, path: Path, attempt: Attempt) -> None:
+        self.name = path.name
+        self.attempt = attempt
+        self._digest = StreamDigest()
+        self._landing = FileLanding(path, direct=True, durable=True)
+        try:
+            self._landing.begin(ObjectInfo(path.name, attempt.size_bytes, attempt.attempt), sys.maxsize)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def written_bytes(self) -> int:
+        return self._digest.size_bytes
+
+    def append(self, arena_fd: int, generation: int, size_bytes: int) -> None:
+        """What the arena holds, digested meanwhile; its length is fixed and sealed, so the map is safe.
+
+        The arena is page-aligned, so the disk takes it from where it is: the trainer's cached pages stay.
+        """
+        # Not closed by hand: after an error somebody may still look at a part of it.
+        arena = mmap.mmap(arena_fd, DATA_OFFSET + size_bytes, prot=mmap.PROT_READ)
+        body = memoryview(arena)[DATA_OFFSET:]
+        offset = self.written_bytes
+        with ThreadPoolExecutor(2, initializer=behind_the_trainer) as workers:
+            digested = workers.submit(self._digest.update, body)
+            workers.submit(self._landing.write, body, offset).result()
+            digested.result()
+        if not holds(arena_fd, self.attempt.attempt, generation):
+            raise CheckpointCorrupt("the arena was written to again before it was on disk")
+
+    def publish(self) -> str:
+        self._landing.publish(self._digest.xxh3)
+        return self._digest.xxh3
+
+    def close(self) -> None:
+        self._landing.close(keep=False)
+
+
 def _listed(folder: Path) -> set[str]:
     """The files that the manifests of an attempt's folder name."""
     names: set[str] = set()
@@ -163,20 +209,6 @@ def _listed(folder: Path) -> set[str]:
         with suppress(CheckpointCorrupt):
             names |= {file.name for file in layout.read_manifest(path).files}
     return names
-
-
-def _drain(arena_fd: int, landing: FileLanding, size_bytes: int) -> str:
-    """Arena to file, digested meanwhile; the length is fixed and sealed, so the map is safe.
-
-    The arena is page-aligned, so the disk takes it from where it is: the trainer's cached pages stay.
-    """
-    # Not closed by hand: after an error somebody may still look at a part of it.
-    arena = mmap.mmap(arena_fd, DATA_OFFSET + size_bytes, prot=mmap.PROT_READ)
-    body = memoryview(arena)[DATA_OFFSET:]
-    with ThreadPoolExecutor(2, initializer=behind_the_trainer) as workers:
-        digest = workers.submit(digest_bytes, body)
-        workers.submit(landing.write, body, 0).result()
-        return digest.result()
 
 
 def behind_the_trainer() -> None:

@@ -119,6 +119,9 @@ class CheckpointSettings(_Section):
 
     spool_dir: Path | None = Field(None, description="directory on local NVMe; default <home>/spool")
     keep_local: int = Field(2, ge=1, description="committed checkpoints kept in the spool per run")
+    arena_bytes: Size | None = Field(
+        None, ge=1 << 20, description="largest snapshot in memory; more goes to the disk in waves, saves wait"
+    )
     part_bytes: Size = Field(
         _size("16MiB"), ge=5 << 20, description="size of one part of a multipart upload; S3 takes no smaller"
     )

@@ -39,8 +39,19 @@ class About(msgspec.Struct, frozen=True):
     reuse: bool = False
 
 
+class Wave(msgspec.Struct, frozen=True):
+    """What an arena holds of a file larger than itself: its bytes from `offset` on."""
+
+    offset: int
+    total_bytes: int
+
+
 class Absorb(Message, tag="absorb", frozen=True):
-    """Hand over a snapshot: descriptor of an arena (see checkpointd.arena) -> Absorbed."""
+    """Hand over a snapshot: descriptor of an arena (see checkpointd.arena) -> Absorbed.
+
+    With a `wave` the arena holds a part only, the reply comes when that is written, and the snapshot is
+    absorbed, and on the disk, with the last part.
+    """
 
     run: str
     step: int
@@ -50,6 +61,7 @@ class Absorb(Message, tag="absorb", frozen=True):
     generation: int
     upstream: str | None
     about: About = About()
+    wave: Wave | None = None
 
 
 class Absorbed(Message, tag="absorbed", frozen=True):
