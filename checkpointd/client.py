@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -206,6 +207,8 @@ def _about(
 ) -> About:
     try:
         plain = msgspec.json.decode(msgspec.json.encode(dict(metadata or {})), type=dict[str, Any])
-        return About(plain, {name: float(value) for name, value in (metrics or {}).items()}, keep, reuse)
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        known = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        return About(plain, known, keep, reuse)
     except (TypeError, ValueError) as err:
         raise UnsupportedValue(f"metadata or metrics cannot be kept: {err}", hint="plain JSON") from err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from forebay.checkpointd import layout
@@ -18,6 +19,8 @@ from forebay.core.errors import (
 from forebay.core.protocol import About
 from forebay.tiers.store import ObjectInfo, Store
 
+_TICK_S = 0.001
+
 
 async def read_all(store: Store, info: ObjectInfo) -> bytes:
     return bytes(await store.read(info, 0, info.size_bytes)) if info.size_bytes else b""
@@ -29,7 +32,8 @@ async def try_commit(store: Store, run: str, step: int, attempt: str, world_size
     Any number of daemons may do this at once: the put is conditional, and all write the same.
     """
     prefix = layout.folder(run, step, attempt)
-    objects = {info.key: info async for info in store.list(f"{prefix}/")}
+    of_step = {info.key: info async for info in store.list(f"{prefix.rpartition('/')[0]}/")}
+    objects = {key: info for key, info in of_step.items() if key.startswith(f"{prefix}/")}
     commit_key = f"{prefix}/{layout.COMMIT}"
     if commit_key in objects:
         return await _read(store, objects[commit_key], run, step, attempt)
@@ -47,12 +51,25 @@ async def try_commit(store: Store, run: str, step: int, attempt: str, world_size
                 raise CheckpointCorrupt(f"{store.url}/{prefix}/{file.name} is not what its manifest says")
         files += manifest.files
         about = about if rank else manifest.about
-    commit = Commit(run, step, attempt, world_size, files, time.time(), about)
+    earlier = [info for key, info in of_step.items() if key.endswith(f"/{layout.COMMIT}")]
+    committed_at = await _later_than(store, earlier, run)
+    commit = Commit(run, step, attempt, world_size, files, committed_at, about)
     try:
         await store.put(commit_key, layout.encode(commit), if_absent=True)
     except AlreadyExists:
         return await _read(store, await store.head(commit_key), run, step, attempt)
     return commit
+
+
+async def _later_than(store: Store, commits: list[ObjectInfo], run: str) -> float:
+    """Now; later than other attempts of that step, although the clock was set back or is another node's."""
+    now = time.time()
+    for info in commits:
+        place = layout.parse_commit_key(info.key)
+        with suppress(CheckpointCorrupt, ObjectNotFound, ObjectChanged):
+            if place:
+                now = max(now, (await _read(store, info, run, *place)).committed_at + _TICK_S)
+    return now
 
 
 async def missing_ranks(store: Store, run: str, step: int, attempt: str, world_size: int) -> list[int]:

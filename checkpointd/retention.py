@@ -45,9 +45,9 @@ def _keeps_all(keep: Keep) -> bool:
 
 
 def _best(good: list[Found], keep: Keep) -> list[Found]:
-    measured = [(at.commit.about.metrics.get(keep.metric, math.nan), at) for at in good if at.commit]
+    measured = [(at.commit.about.metrics.get(keep.metric), at) for at in good if at.commit]
     # What was not measured, or is no number, is nobody's best.
-    sound = [(value, at) for value, at in measured if not math.isnan(value)]
+    sound = [(value, at) for value, at in measured if value is not None and not math.isnan(value)]
     ordered = sorted(sound, key=lambda item: item[0], reverse=keep.mode == "max")
     return [at for _, at in ordered[: keep.best or 0]]
 

@@ -30,11 +30,12 @@ class Keep(msgspec.Struct, frozen=True):
 class About(msgspec.Struct, frozen=True):
     """What a save says of itself, kept in its manifest and its commit. `metadata` is plain JSON.
 
+    What is no number (NaN, infinity) is None in `metrics`: JSON has no other word for it.
     `reuse`: parts that the last save of this rank had too are copied upstream, not sent.
     """
 
     metadata: dict[str, Any] = {}
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
     keep: Keep = Keep()
     reuse: bool = False
 
@@ -111,7 +112,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     committed_at: float
     tiers: list[str]
     problem: str | None = None
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
 
 
 class ListCheckpoints(Message, tag="list_checkpoints", frozen=True):

@@ -68,8 +68,8 @@ def test_what_goes_in_comes_out(state):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64,
-     torch.int8, torch.uint8, torch.bool, torch.complex64],
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+     torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64],
 )  # fmt: skip
 def test_every_dtype_bit_for_bit(dtype: torch.dtype):
     tensor = torch.randint(0, 2, (3, 5)).to(dtype)
@@ -96,6 +96,26 @@ def test_numpy_and_optimizer_states():
     assert isinstance(found["np"], np.ndarray) and found["n"] == 2.0 and found["od"] == {"a": 1}
 
 
+def test_a_hundred_thousand_tiny_tensors():
+    state = {"many": [torch.full((2,), number) for number in range(100_000)]}
+    found = through_a_file(state)
+    assert torch.equal(torch.stack(found["many"]), torch.stack(state["many"]))
+
+
+def test_ten_levels_and_keys_that_are_no_strings():
+    state: Any = torch.ones(3)
+    for level in range(10):
+        state = {level: [state, {level % 2 == 0: torch.tensor(level)}], None: (level, 1.5)}
+    assert same(through_a_file(state), state)
+
+
+def test_tensors_that_share_storage_keep_their_values():
+    base = torch.arange(10.0)
+    state = {"all": base, "tied": base, "half": base[:5], "back": base.flip(0), "wide": base[:1].expand(4, 3)}
+    found = through_a_file(state)
+    assert all(torch.equal(found[k], state[k]) for k in state)
+
+
 def test_names_that_collide_stay_apart():
     one, two = torch.ones(1), torch.zeros(1)
     found = through_a_file({"a": {"b": one}, "a.b": two})
@@ -110,6 +130,7 @@ def test_names_that_collide_stay_apart():
         (lambda: 0, "is a function"),
         (torch.empty(2, device="meta"), "meta tensor"),
         (torch.eye(2).to_sparse(), "sparse"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "only dense"),
         ({(1, 2): 3}, "key of type tuple"),
         (torch.zeros(1, dtype=torch.complex128), "complex128"),
     ],
