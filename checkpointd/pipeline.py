@@ -19,6 +19,7 @@ from forebay.checkpointd.commit import missing_ranks, try_commit
 from forebay.checkpointd.layout import Commit
 from forebay.checkpointd.partner import Partner
 from forebay.checkpointd.queue import UploadQueue
+from forebay.checkpointd.reading import Reading
 from forebay.checkpointd.recipes import Candidate
 from forebay.checkpointd.retention import trim, trim_spool
 from forebay.checkpointd.spool import Spool
@@ -63,8 +64,7 @@ class Pipeline:
         self._stopping = False
         place = settings.checkpoint.partner
         self.partner = Partner(open_store(place, settings), spool, settings.checkpoint) if place else None
-        # Retention and restore exclude each other: what is being read is not removed (C5).
-        self.reading = anyio.Lock()
+        self.reading = Reading()
 
     def upstream(self, url: str | None) -> Store:
         """Where a checkpoint becomes durable; the spool itself when there is no other place."""
@@ -193,13 +193,12 @@ class Pipeline:
         """A commit stands, whatever becomes of the older ones."""
         if self.partner:
             await self.partner.committed(commit)
-        async with self.reading:
+        async with self.reading.lock:
             try:
-                await trim_spool(
-                    self._spool, self._attempts, attempt.run, self._settings.checkpoint.keep_local
-                )
+                read, keep = self.reading.of_run(attempt.run), self._settings.checkpoint.keep_local
+                await trim_spool(self._spool, self._attempts, attempt.run, keep, read)
                 if attempt.rank == 0 and attempt.upstream is not None:
-                    await trim(store, attempt.run, commit.about.keep)
+                    await trim(store, attempt.run, commit.about.keep, read)
                     await store.abort_abandoned(f"{attempt.run}/", _ABANDONED_S, layout.is_our_key)
             except (ForebayError, OSError) as err:
                 log.warning("retention failed", run=attempt.run, error=str(err))

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from typing import TypeAlias
 
 from forebay.checkpointd import agree
 from forebay.checkpointd.layout import rank_file
@@ -24,6 +28,9 @@ from forebay.core.protocol import (
     OpenFile,
     RepairFile,
 )
+
+# What fails here must not leave the other ranks waiting: so it is called where errors are gathered.
+Connect: TypeAlias = Callable[[], Channel]
 
 log = logging.getLogger("forebay.checkpointd")
 
@@ -63,13 +70,25 @@ class Reader:
 
         Raises NoCheckpoint.
         """
+        with ExitStack() as opened:
+
+            @cache
+            def channel() -> Channel:
+                """One for all: what was chosen by it is held, and retention leaves it alone (C5)."""
+                return opened.enter_context(self._connect())
+
+            return self._restore(channel, step, rank, into)
+
+    def _restore(
+        self, channel: Connect, step: int | None, rank: int, into: Into
+    ) -> tuple[CheckpointOpened, Loaded]:
         bad: dict[str, str] = {}
         name = rank_file(rank)
         while True:
-            step_taken, attempt = self._choice(step, name, bad)
+            step_taken, attempt = self._choice(channel, step, name, bad)
             found, error = None, None
             try:
-                found = self._take(step_taken, attempt, name, into)
+                found = self._take(channel, step_taken, attempt, name, into)
             except ForebayError as err:
                 error = err
             said = agree.gather(error and (f"rank {rank}: {error}", _for_the_caller(error)))
@@ -81,12 +100,12 @@ class Reader:
             bad[attempt] = problems
             log.warning("step %d passed over: %s", step_taken, problems)
 
-    def _choice(self, step: int | None, name: str, bad: dict[str, str]) -> tuple[int, str]:
+    def _choice(self, channel: Connect, step: int | None, name: str, bad: dict[str, str]) -> tuple[int, str]:
         """(step, attempt) that rank 0 finds; its error is everybody's."""
         if agree.together() and agree.place(None, None)[0] > 0:
             choice = agree.broadcast(None)
         else:
-            choice = self._first(step, name, bad)
+            choice = self._first(channel, step, name, bad)
             if agree.together():
                 agree.broadcast(choice)
         if isinstance(choice, Failure):
@@ -94,22 +113,24 @@ class Reader:
         taken, attempt = choice
         return int(taken), str(attempt)
 
-    def _first(self, step: int | None, name: str, bad: dict[str, str]) -> tuple[int, str] | Failure:
+    def _first(
+        self, channel: Connect, step: int | None, name: str, bad: dict[str, str]
+    ) -> tuple[int, str] | Failure:
         try:
-            with self._connect() as channel:
-                request = OpenCheckpoint(self.run, self.upstream, step, None, [name], bad)
-                opened, _ = channel.request(request, expect=CheckpointOpened, timeout_s=_READ_S)
+            request = OpenCheckpoint(self.run, self.upstream, step, None, [name], bad)
+            opened, _ = channel().request(request, expect=CheckpointOpened, timeout_s=_READ_S)
         except ForebayError as err:
             return Failure.of(err)
         for reason in opened.skipped:
             log.warning("passed over: %s", reason)
         return opened.checkpoint.step, opened.checkpoint.attempt
 
-    def _take(self, step: int, attempt: str, name: str, into: Into) -> tuple[CheckpointOpened, Loaded]:
-        with self._connect() as channel:
-            request = OpenCheckpoint(self.run, self.upstream, step, attempt, [name])
-            opened, _ = channel.request(request, expect=CheckpointOpened, timeout_s=_READ_S)
-            return opened, self._load(channel, opened, name, into)
+    def _take(
+        self, channel: Connect, step: int, attempt: str, name: str, into: Into
+    ) -> tuple[CheckpointOpened, Loaded]:
+        request = OpenCheckpoint(self.run, self.upstream, step, attempt, [name])
+        opened, _ = channel().request(request, expect=CheckpointOpened, timeout_s=_READ_S)
+        return opened, self._load(channel(), opened, name, into)
 
     def _load(self, channel: Channel, opened: CheckpointOpened, name: str, into: Into) -> Loaded:
         at = opened.checkpoint

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import structlog
 from anyio import to_thread
@@ -52,8 +52,11 @@ def _best(good: list[Found], keep: Keep) -> list[Found]:
     return [at for _, at in ordered[: keep.best or 0]]
 
 
-async def trim_spool(spool: Spool, attempts: Attempts, run: str, keep: int) -> None:
-    """Keep the newest `keep` commits of which this node's files are whole, and all open attempts.
+async def trim_spool(
+    spool: Spool, attempts: Attempts, run: str, keep: int, read: Set[tuple[int, str]]
+) -> None:
+    """Keep the newest `keep` commits of which this node's files are whole, all open attempts, and what
+    is being read.
 
     What is older goes: further commits, and attempts that never completed.
     """
@@ -65,25 +68,25 @@ async def trim_spool(spool: Spool, attempts: Attempts, run: str, keep: int) -> N
     of_run = attempts.of_run(run)
     kept = stays(good, Keep(last=keep), time.time()) | {(a.step, a.attempt) for a in of_run if a.open}
     known = {(at.step, at.attempt) for at in commits} | {(a.step, a.attempt) for a in of_run}
-    for step, attempt in known - kept:
+    for step, attempt in known - kept - read:
         # To remove gigabytes takes a disk its time.
         if step <= oldest_kept and await to_thread.run_sync(spool.remove, run, step, attempt):
             log.info("left the spool", run=run, step=step, attempt=attempt)
 
 
-async def leaving(store: Store, run: str, keep: Keep) -> list[Found]:
-    """What a rule would take from a tier: nothing, when no checkpoint there is good."""
+async def leaving(store: Store, run: str, keep: Keep, read: Set[tuple[int, str]]) -> list[Found]:
+    """What a rule would take from a tier, but for what is being read: nothing, when no checkpoint is good."""
     if _keeps_all(keep):
         # Not a look at every commit of the run after each one.
         return []
     commits = await find_commits(store, run)
     kept = stays([at for at in commits if not at.problem], keep, time.time())
-    return [at for at in commits if kept and not at.pinned and (at.step, at.attempt) not in kept]
+    return [at for at in commits if kept and not at.pinned and (at.step, at.attempt) not in kept | read]
 
 
-async def trim(store: Store, run: str, keep: Keep) -> list[Found]:
+async def trim(store: Store, run: str, keep: Keep, read: Set[tuple[int, str]]) -> list[Found]:
     """Apply a rule to a tier; what went."""
-    gone = await leaving(store, run, keep)
+    gone = await leaving(store, run, keep, read)
     for at in gone:
         await remove(store, run, at)
     return gone

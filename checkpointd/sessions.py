@@ -63,7 +63,6 @@ class CheckpointSessions:
         self._handlers: dict[type[Message], Callable[[Any], Awaitable[Reply]]] = {
             WaitLevel: self._wait_level,
             ListCheckpoints: self._list,
-            OpenCheckpoint: self._open_checkpoint,
             OpenFile: self._open_file,
             VerifyCheckpoints: self._verify,
             RepairFile: self._repair,
@@ -82,6 +81,7 @@ class CheckpointSessions:
         finally:
             self._memory.left(session)
             self._waves.left(session)
+            self._pipeline.reading.left(session)
 
     async def handle(self, session: int, message: Message, fds: list[int]) -> Reply:
         if isinstance(message, Absorb):
@@ -89,6 +89,8 @@ class CheckpointSessions:
         if isinstance(message, Farewell):
             self._memory.left(session, on_purpose=True)
             return Done(), ()
+        if isinstance(message, OpenCheckpoint):
+            return await self._open_checkpoint(session, message)
         handler = self._handlers.get(type(message))
         if handler is None or fds:
             raise ProtocolError(f"checkpointd has no answer to {type(message).__name__}")
@@ -134,10 +136,13 @@ class CheckpointSessions:
         found = [c for run in runs for c in await restore.list_checkpoints(self._spool, upstream, run)]
         return Checkpoints(found), ()
 
-    async def _open_checkpoint(self, request: OpenCheckpoint) -> Reply:
-        upstream = self._pipeline.upstream(request.upstream)
-        async with self._pipeline.reading:
-            return await self._restorer.open(request, upstream), ()
+    async def _open_checkpoint(self, session: int, request: OpenCheckpoint) -> Reply:
+        upstream, reading = self._pipeline.upstream(request.upstream), self._pipeline.reading
+        async with reading.lock:
+            opened = await self._restorer.open(request, upstream)
+            if not request.look:
+                reading.hold(session, request.run, opened.checkpoint.step, opened.checkpoint.attempt)
+        return opened, ()
 
     async def _open_file(self, request: OpenFile) -> Reply:
         rank = layout.rank_of(layout.check_file(request.name))
@@ -152,14 +157,16 @@ class CheckpointSessions:
             raise NoCheckpoint(f"{path} is not there", hint="open the checkpoint first") from err
 
     async def _repair(self, request: RepairFile) -> Reply:
-        async with self._pipeline.reading:
+        async with self._pipeline.reading.lock:
             await self._restorer.repair(request, self._pipeline.upstream(request.upstream))
         return Done(), ()
 
     async def _prune(self, request: Prune) -> Reply:
         store = self._pipeline.upstream(request.upstream)
-        async with self._pipeline.reading:
-            gone = await (leaving if request.dry_run else trim)(store, request.run, request.keep)
+        reading = self._pipeline.reading
+        async with reading.lock:
+            rule = leaving if request.dry_run else trim
+            gone = await rule(store, request.run, request.keep, reading.of_run(request.run))
         return Checkpoints([restore.describe(request.run, at, store.url) for at in gone]), ()
 
     async def _pin(self, request: PinCheckpoint) -> Reply:

@@ -1,7 +1,8 @@
-"""A proxy before a real S3 server that does to GETs of objects what networks and servers do."""
+"""A proxy before a real S3 server that does to requests for objects what networks and servers do."""
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import socket
 import struct
@@ -12,15 +13,16 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-# What happens to one GET; None: nothing.
+# What happens to one request; None: nothing.
 Fault = str | None
 
 
 class Proxy:
-    """`faults` are used up one per GET of an object; `asked` counts those GETs."""
+    """`faults` are used up one per `method` (GET) of an object; `asked` counts those requests."""
 
     def __init__(self, upstream: str) -> None:
         self.upstream = urlsplit(upstream)
+        self.method = "GET"
         self.faults: list[Fault] = []
         self.always: Fault = None
         self.asked = 0
@@ -46,7 +48,7 @@ def faulty_proxy(upstream: str) -> Iterator[Proxy]:
 
         def do_GET(self) -> None:
             is_object = self.path.split("?")[0].count("/") > 1
-            fault = proxy.next_fault() if is_object and self.command == "GET" else None
+            fault = proxy.next_fault() if is_object and self.command == proxy.method else None
             if fault and fault.isdigit():
                 self._refuse(int(fault))
                 return
@@ -59,6 +61,9 @@ def faulty_proxy(upstream: str) -> Iterator[Proxy]:
             if fault == "stall":
                 time.sleep(4)
                 self.close_connection = True
+                return
+            if fault == "swallow":
+                self._swallow()
                 return
             status, headers, body = self._ask()
             self._answer(status, headers, body, fault)
@@ -75,6 +80,14 @@ def faulty_proxy(upstream: str) -> Iterator[Proxy]:
                 return reply.status, reply.getheaders(), reply.read()
             finally:
                 upstream.close()
+
+        def _swallow(self) -> None:
+            """As if it had been taken."""
+            sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("ETag", f'"{hashlib.md5(sent).hexdigest()}"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def _refuse(self, status: int) -> None:
             self.send_response(status)
