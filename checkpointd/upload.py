@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import structlog
 from anyio import to_thread
 
 from forebay.checkpointd import layout
@@ -24,10 +25,14 @@ from forebay.tiers.multipart import compared
 from forebay.tiers.store import Grant, ObjectInfo, Store
 from forebay.tiers.transfer import retrying
 
+log = structlog.get_logger()
+
 # Together with the jittered waits this outlasts upload_timeout_s, which is the real limit.
 _MANY = 1_000_000
 # The ETag of an object that was put in parts.
 _IN_PARTS = re.compile(r"[0-9a-f]{32}-\d+")
+# What arrived as something else, or is said to have.
+_SENT_AGAIN = 2
 _READ_BACK_BYTES = 16 << 20
 
 
@@ -83,7 +88,14 @@ async def _upload_file(
             if problem := await _problem(store, key, record, etag):
                 raise DigestMismatch(f"{store.url}/{key} {problem}")
 
-    await retrying(file, _MANY)
+    for left in reversed(range(_SENT_AGAIN + 1)):
+        try:
+            await retrying(file, _MANY)
+            return
+        except DigestMismatch as err:
+            if not left:
+                raise
+            log.warning("sending again", file=key, error=err.message)
 
 
 def _beside(call: Callable[[], str]) -> Callable[[], str]:

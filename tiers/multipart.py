@@ -263,7 +263,9 @@ def _translated(where: str) -> Iterator[None]:
             raise BucketNotFound(reason) from err
         if status in (401, 403):
             raise AccessDenied(reason) from err
-        raise (StoreBusy if status in (408, 429) or status >= 500 else StoreError)(reason) from err
+        # A part that was taken and is not there: the next try finds out which, and sends that one.
+        passing = status in (408, 429) or status >= 500 or code == "InvalidPart"
+        raise (StoreBusy if passing else StoreError)(reason) from err
     except HTTPClientError as err:
         raise StoreUnreachable(f"{where}: {err}") from err
     except NoCredentialsError as err:
