@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -51,8 +51,7 @@ async def try_commit(store: Store, run: str, step: int, attempt: str, world_size
                 raise CheckpointCorrupt(f"{store.url}/{prefix}/{file.name} is not what its manifest says")
         files += manifest.files
         about = about if rank else manifest.about
-    earlier = [info for key, info in of_step.items() if key.endswith(f"/{layout.COMMIT}")]
-    committed_at = await _later_than(store, earlier, run)
+    committed_at = await _later_than(store, of_step.values(), run)
     commit = Commit(run, step, attempt, world_size, files, committed_at, about)
     try:
         await store.put(commit_key, layout.encode(commit), if_absent=True)
@@ -61,10 +60,10 @@ async def try_commit(store: Store, run: str, step: int, attempt: str, world_size
     return commit
 
 
-async def _later_than(store: Store, commits: list[ObjectInfo], run: str) -> float:
+async def _later_than(store: Store, objects: Iterable[ObjectInfo], run: str) -> float:
     """Now; later than other attempts of that step, although the clock was set back or is another node's."""
     now = time.time()
-    for info in commits:
+    for info in objects:
         place = layout.parse_commit_key(info.key)
         with suppress(CheckpointCorrupt, ObjectNotFound, ObjectChanged):
             if place:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,6 +42,7 @@ log = logging.getLogger("forebay.checkpointd")
 
 # Beyond the daemon's own limit, so that its error comes first.
 _GRACE_S = 15.0
+_ANSWER_S = 30.0
 _BUSY = "the snapshots before it still wait for the disk"
 
 OnError = Literal["raise", "warn"] | int
@@ -134,6 +135,7 @@ class Handover:
 
         Raises CheckpointError when the host lacks the memory.
         """
+        self.left()
         self._prepared()
         size_bytes = min(size_bytes, self._arena_bytes)
         small = [b for b in self._buffers if b.busy is None and not b.fits(size_bytes)]
@@ -161,7 +163,8 @@ class Handover:
         self._prepared()
         size_bytes = container.size_bytes
         if size_bytes > self._arena_bytes:
-            self._send_in_waves(target, container, tensors)
+            # When it returns all is on the disk: the last part's memory is then free as well (F12).
+            self._once_more(lambda: self._waves(target, container, tensors))
             self.last = SaveHandle(self._settings, target)
             return self.last
         first = self._buffers[self._next].arena is None
@@ -171,13 +174,16 @@ class Handover:
 
         def hand_over() -> None:
             copies.finish()
-            self._deliver(target.request(arena.finish(target.attempt, size_bytes)), arena.fd)
+            request = target.request(arena.finish(target.attempt, size_bytes))
+            self._once_more(lambda: self._absorb(request, arena.fd))
+            buffer.busy = handle
 
-        buffer.busy = self.last = SaveHandle(self._settings, target)
+        handle = SaveHandle(self._settings, target)
         if self._overlap:
-            self._leaving = self.last.leaving = self._background.submit(hand_over)
+            self._leaving = handle.leaving = self._background.submit(hand_over)
         else:
             hand_over()
+        self.last = handle
         if first:
             # The next save is not to pay for its buffer, while the trainer computes.
             others = [b for b in self._buffers if b.arena is None]
@@ -202,17 +208,6 @@ class Handover:
         self._next = (self._next + 1) % len(self._buffers)
         return buffer, buffer.fit(size_bytes)
 
-    def _send_in_waves(
-        self, target: Target, container: Container, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Returns when all of it is on the disk: the last part's memory is then free as well (F12)."""
-        try:
-            self._waves(target, container, tensors)
-        except DaemonUnavailable as err:
-            log.warning("checkpointd went away, sending all waves again: %s", err)
-            self._channel = None
-            self._waves(target, container, tensors)
-
     def _waves(self, target: Target, container: Container, tensors: Mapping[str, torch.Tensor]) -> None:
         """One part is copied while the one before it is written, if there are two buffers."""
         writing: Future[None] | None = None
@@ -229,17 +224,11 @@ class Handover:
                 )
                 if writing:
                     writing.result()
-                writing = self._background.submit(self._deliver_wave, request, arena.fd)
+                writing = self._background.submit(self._absorb, request, arena.fd)
         finally:
             # The connection is this thread's alone again, whatever happened.
             if writing:
                 writing.result()
-
-    def _deliver_wave(self, request: Absorb, fd: int) -> None:
-        if self._channel is None:
-            self._channel = Channel.connect(self._settings.checkpoint_socket, "trainer")
-        wait_s = self._settings.checkpoint.wait_s
-        self._channel.request(request, expect=Absorbed, fds=[fd], timeout_s=wait_s)
 
     def free(self) -> bool:
         """The next save would not have to wait for the disk."""
@@ -302,16 +291,23 @@ class Handover:
             return handle.status()
         return None
 
-    def _deliver(self, request: Absorb, fd: int) -> None:
+    def _once_more(self, send: Callable[[], None]) -> None:
         """A connection is kept; a daemon that was restarted gets one more try on a new one."""
-        if self._channel:
-            try:
-                self._channel.request(request, expect=Absorbed, fds=[fd])
-                return
-            except DaemonUnavailable as err:
-                log.warning("checkpointd went away, connecting again: %s", err)
-        self._channel = Channel.connect(self._settings.checkpoint_socket, "trainer")
-        self._channel.request(request, expect=Absorbed, fds=[fd])
+        try:
+            send()
+        except DaemonUnavailable as err:
+            if self._channel is None:
+                raise
+            log.warning("checkpointd went away, connecting again: %s", err)
+            self._channel = None
+            send()
+
+    def _absorb(self, request: Absorb, fd: int) -> None:
+        # The answer to a wave comes when the disk has it.
+        timeout_s = self._settings.checkpoint.wait_s if request.wave else _ANSWER_S
+        if self._channel is None:
+            self._channel = Channel.connect(self._settings.checkpoint_socket, "trainer")
+        self._channel.request(request, expect=Absorbed, fds=[fd], timeout_s=timeout_s)
 
 
 def _failed(status: AttemptStatus) -> SaveFailed:

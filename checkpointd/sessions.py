@@ -89,7 +89,7 @@ class CheckpointSessions:
         if isinstance(message, Farewell):
             self._memory.left(session, on_purpose=True)
             return Done(), ()
-        if isinstance(message, OpenCheckpoint):
+        if isinstance(message, OpenCheckpoint) and not fds:
             return await self._open_checkpoint(session, message)
         handler = self._handlers.get(type(message))
         if handler is None or fds:
@@ -106,16 +106,16 @@ class CheckpointSessions:
         header = read_header(fds[0])
         if (header.generation, header.attempt) != (request.generation, request.attempt):
             raise CheckpointCorrupt(f"the arena holds attempt {header.attempt}, not {request.attempt}")
-        metrics.checkpoint_absorbed_bytes.inc(header.size_bytes)
         if request.wave:
             digest = await self._waves.add(session, request, request.wave, fds[0], header.size_bytes)
             if digest:
                 self._pipeline.written(self._attempts.add(request, request.wave.total_bytes), digest)
-            return Absorbed(header.size_bytes), ()
-        attempt = self._attempts.add(request, header.size_bytes)
-        failpoint("absorb.noted")
-        self._memory.keep(attempt, fds[0], request.generation, session)
-        self._pipeline.absorb(attempt, os.dup(fds[0]), request.generation, request.about)
+        else:
+            attempt = self._attempts.add(request, header.size_bytes)
+            failpoint("absorb.noted")
+            self._memory.keep(attempt, fds[0], request.generation, session)
+            self._pipeline.absorb(attempt, os.dup(fds[0]), request.generation, request.about)
+        metrics.checkpoint_absorbed_bytes.inc(header.size_bytes)
         return Absorbed(header.size_bytes), ()
 
     async def _wait_level(self, request: WaitLevel) -> Reply:

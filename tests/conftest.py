@@ -82,6 +82,10 @@ class Node:
     def log(self, part: str) -> str:
         return (self.home / f"{part}.log").read_text()
 
+    def spool_temporaries(self) -> list[Path]:
+        """What checkpointd has begun to write, or left over."""
+        return list((self.settings.spool_dir / "runs").rglob(".forebay-*"))
+
     def connect(self) -> Channel:
         return Channel.connect(self.settings.stager_socket, "test")
 

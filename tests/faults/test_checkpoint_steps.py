@@ -49,10 +49,6 @@ def every_commit_is_whole(node: Node, upstream: str) -> bool:
     return True
 
 
-def nothing_is_left_over(node: Node) -> bool:
-    return not list((node.settings.spool_dir / "runs").rglob(".forebay-*"))
-
-
 @pytest.mark.parametrize("point", POINTS)
 def test_kill_9_at_each_step(node: Node, upstream: str, point: str):
     """Step 1 is committed before. Step 2 is, after a restart, either committed or reported as lost."""
@@ -88,7 +84,7 @@ def test_kill_9_at_each_step(node: Node, upstream: str, point: str):
     step, found = fresh.restore()
     assert (step, value_of(found)) == (3, 3)
     assert every_commit_is_whole(node, upstream)
-    assert eventually(lambda: nothing_is_left_over(node))
+    assert eventually(lambda: not node.spool_temporaries())
 
 
 @pytest.mark.parametrize("fault", ["ENOSPC", "EIO"])
@@ -112,7 +108,7 @@ def test_a_full_or_failing_disk_is_said_and_the_next_save_works(
     fresh.close()
     step, found = fresh.restore()
     assert (step, value_of(found)) == (2, 2)
-    assert eventually(lambda: nothing_is_left_over(node))
+    assert eventually(lambda: not node.spool_temporaries())
 
 
 @pytest.mark.parametrize("point", POINTS)

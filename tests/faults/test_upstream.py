@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from forebay.checkpointd import Checkpointer, Keep
 from forebay.core.errors import NoCheckpoint, SaveFailed
 from tests.conftest import Node
 from tests.faults.proxy import Proxy, faulty_proxy
+from tests.faults.test_checkpoint_steps import value_of
 
 
 @pytest.fixture
@@ -33,17 +34,13 @@ def state(value: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((3_000_000,), float(value)), "b": torch.full((3,), value)}
 
 
-def value_of(found: dict[str, Any]) -> int:
-    (value,) = found["w"].unique().tolist()
-    assert found["b"].tolist() == [value] * 3
-    return int(value)
-
-
 def forget_the_node(node: Node, trainer: Checkpointer) -> None:
     """Neither memory nor spool are of help."""
     trainer.close()
-    for path in (node.settings.spool_dir / "runs").rglob("*.safetensors"):
-        path.unlink(missing_ok=True)
+    # Stopped meanwhile: retention may still be at work there.
+    node.stop("checkpoint")
+    shutil.rmtree(node.settings.spool_dir / "runs")
+    node.start("checkpoint")
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST", "HEAD"])

@@ -30,10 +30,6 @@ def upstream(node: Node, tmp_path: Path) -> str:
     return str(tmp_path / "up")
 
 
-def nothing_is_left_over(node: Node) -> bool:
-    return not list((node.settings.spool_dir / "runs").rglob(".forebay-*"))
-
-
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_a_state_of_many_waves_is_what_save_saw(
     node: Node, upstream: str, buffers: int, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +78,7 @@ def test_a_trainer_that_dies_between_waves_leaves_nothing(node: Node, upstream: 
     trainer = Checkpointer("run", upstream=upstream)
     with pytest.raises(NoCheckpoint):
         trainer.restore()
-    assert eventually(lambda: nothing_is_left_over(node))
+    assert eventually(lambda: not node.spool_temporaries())
     trainer.save(2, state_of(2.0)).wait()
     assert same(trainer.restore()[1], 2.0)
 
@@ -100,7 +96,7 @@ def test_a_daemon_that_dies_between_waves(node: Node, upstream: str):
     trainer.save(2, state_of(2.0)).wait()
     step, found = trainer.restore()
     assert step == 2 and same(found, 2.0)
-    assert nothing_is_left_over(node)
+    assert not node.spool_temporaries()
 
 
 def test_a_disk_that_is_full_between_waves(node: Node, upstream: str):
@@ -110,7 +106,7 @@ def test_a_disk_that_is_full_between_waves(node: Node, upstream: str):
     trainer = Checkpointer("run", upstream=upstream)
     with pytest.raises(DiskFull):
         trainer.save(1, state_of(1.0))
-    assert nothing_is_left_over(node)
+    assert not node.spool_temporaries()
     trainer.save(2, state_of(2.0)).wait()
     step, found = trainer.restore()
     assert step == 2 and same(found, 2.0)
@@ -135,7 +131,7 @@ def test_parts_out_of_turn_are_refused(node: Node, upstream: str, first: Wave | 
         with pytest.raises(ProtocolError, match="wave at"):
             channel.request(part(second), expect=Absorbed, fds=[arena.fd])
     arena.close()
-    assert eventually(lambda: nothing_is_left_over(node))
+    assert eventually(lambda: not node.spool_temporaries())
 
 
 class LateCopies:
@@ -188,6 +184,20 @@ def test_what_fails_on_the_way_is_said_once(node: Node, tmp_path: Path):
     with pytest.raises(DaemonUnavailable):
         trainer.wait_before_step()
     trainer.wait_before_step()
+    node.start("checkpoint")
+    trainer.save(3, {"w": torch.ones(5)}).wait()
+    assert trainer.restore()[0] == 3
+    trainer.close()
+
+
+def test_what_a_save_has_raised_is_not_raised_again(node: Node, tmp_path: Path):
+    """C6: the daemon was away, save said so; the next one, with the daemon back, is as good as ever."""
+    node.start("checkpoint")
+    trainer = Checkpointer("run", upstream=str(tmp_path / "up"))
+    trainer.save(1, {"w": torch.ones(5)}).wait()
+    node.kill("checkpoint")
+    with pytest.raises(DaemonUnavailable):
+        trainer.save(2, {"w": torch.ones(5)})
     node.start("checkpoint")
     trainer.save(3, {"w": torch.ones(5)}).wait()
     assert trainer.restore()[0] == 3
