@@ -23,11 +23,12 @@ _MIGRATIONS = (
     CREATE INDEX attempts_by_level ON attempts (level);
     """,
     "ALTER TABLE attempts ADD COLUMN replicated_at REAL;",
+    "ALTER TABLE attempts ADD COLUMN sample TEXT; ALTER TABLE attempts ADD COLUMN same_as INTEGER;",
 )
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One rank's part of one save."""
+    """One rank's part of one save. `same_as`: the step saved before it, when its tensors seem to be those."""
 
     run: str
     attempt: str
@@ -44,6 +45,8 @@ class Attempt(msgspec.Struct, frozen=True):
     durable_at: float | None = None
     committed_at: float | None = None
     replicated_at: float | None = None
+    sample: str | None = None
+    same_as: int | None = None
 
     @classmethod
     def of(cls, request: Absorb, size_bytes: int) -> Attempt:
@@ -61,7 +64,7 @@ class Attempt(msgspec.Struct, frozen=True):
         return AttemptStatus(
             self.run, self.step, self.attempt, self.rank, self.level, self.size_bytes, self.error,
             self.absorbed_at, self.local_at, self.durable_at, self.committed_at,
-            self.replicated_at,
+            self.replicated_at, self.same_as,
         )  # fmt: skip
 
 
@@ -122,6 +125,20 @@ class Attempts:
         metrics.checkpoint_seconds.labels(level).observe(now - attempt.absorbed_at)
         self._wake()
         return self.get(attempt.run, attempt.attempt, attempt.rank)
+
+    def local(self, attempt: Attempt, digest: str, sample: str | None) -> Attempt:
+        """On the disk. `sample` (sample.Sample) is compared with that of the save before it."""
+        before = self._journal.row(
+            "SELECT step, sample FROM attempts WHERE run=? AND rank=? AND absorbed_at<? "
+            "AND sample IS NOT NULL ORDER BY absorbed_at DESC LIMIT 1",
+            attempt.run, attempt.rank, attempt.absorbed_at,
+        )  # fmt: skip
+        same = before is not None and before["sample"] == sample and before["step"] != attempt.step
+        self._journal.run(
+            "UPDATE attempts SET sample=?, same_as=? WHERE run=? AND attempt=? AND rank=?",
+            sample, before["step"] if before and same else None, attempt.run, attempt.attempt, attempt.rank,
+        )  # fmt: skip
+        return self.reached(attempt, "local", digest)
 
     def failed(self, attempt: Attempt, error: str) -> None:
         self._journal.run(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from forebay.checkpointd import agree
+from forebay.checkpointd.agree import Ranks
 from forebay.checkpointd.container import SKELETON, lay_out
 from forebay.checkpointd.handover import Handover, OnError, SaveHandle, Target
 from forebay.checkpointd.layout import check_attempt, check_run
@@ -65,15 +65,17 @@ class Checkpointer:
     ) -> None:
         self.run = check_run(run)
         self.upstream = upstream
-        self.rank, self.world_size = agree.place(rank, world_size)
-        self._session = check_attempt(session or agree.session(self.world_size))
+        self._ranks = Ranks()
+        self.rank = self._ranks.rank if rank is None else rank
+        self.world_size = self._ranks.size if world_size is None else world_size
+        self._session = check_attempt(session or self._ranks.session(self.world_size))
         self._policy = policy
         self._keep = keep or Keep()
         self._reuse = reuse
         self._saves = 0
         self._settings = Settings.load()
         self._handover = Handover(self._settings, buffers, on_error, overlap=overlap)
-        self._reader = Reader(self._settings, run, upstream)
+        self._reader = Reader(self._settings, run, upstream, self._ranks)
         self._every_steps: int | None = None
         self._every_s: float | None = None
         self._last_at = time.monotonic()
@@ -109,7 +111,7 @@ class Checkpointer:
         attempt = f"{self._session}-{self._saves:06d}"
         target = Target(self.run, step, attempt, self.rank, self.world_size, self.upstream, about)
         self._handover.report_failure()
-        if self._policy != "block" and any(agree.gather(not self._handover.free())):
+        if self._policy != "block" and any(self._ranks.gather(not self._handover.free())):
             return self._handover.refuse(target, self._policy == "skip")
         return self._handover.send(target, container, flat.tensors)
 
@@ -137,7 +139,7 @@ class Checkpointer:
         if self._every_s is None:
             return False
         late = time.monotonic() - self._last_at >= self._every_s
-        return bool(agree.broadcast(late)) if agree.together() else late
+        return bool(self._ranks.broadcast(late))
 
     def wait(self, level: Level = "committed", timeout_s: float | None = None) -> AttemptStatus | None:
         """Wait for the last save; None when there was none. Raises SaveFailed, WaitTimeout."""

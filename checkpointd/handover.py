@@ -121,6 +121,7 @@ class Handover:
         self._overlap = overlap
         self._leaving: Future[None] | None = None
         self._strikes = 0
+        self._warned = False
         self._buffers = [Buffer() for _ in range(buffers)]
         self._next = 0
         # In whole pages: so the parts of a file lie at whole pages too.
@@ -247,13 +248,19 @@ class Handover:
         return SaveHandle(self._settings, target, skipped=True)
 
     def report_failure(self) -> None:
-        """The last save failed after it returned: said once, as `on_error` wants it (C6)."""
+        """The last save failed after it returned: said once, as `on_error` wants it (C6).
+
+        That it saved the same tensors as the one before is said too (F35).
+        """
         self.left()
         if not self.last:
             return
         status = self._status(self.last)
-        if status is None or not status.error:
-            self._strikes = 0 if status and status.level == "committed" else self._strikes
+        if status is None:
+            return
+        self._warn_of_sameness(status)
+        if not status.error:
+            self._strikes = 0 if status.level == "committed" else self._strikes
             return
         self.last = None
         self._strikes += 1
@@ -262,6 +269,15 @@ class Handover:
             log.error("%s", error)
             return
         raise error
+
+    def _warn_of_sameness(self, status: AttemptStatus) -> None:
+        if status.same_as is not None and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: the tensors of step %d seem to be those of step %d; was the state dict made anew "
+                "for this save? (said once)",
+                status.run, status.step, status.same_as,
+            )  # fmt: skip
 
     def close(self) -> None:
         if self._channel:

@@ -79,7 +79,7 @@ def load(fd: int, offset: int, file: CheckpointFile, into: Into) -> Loaded:
     saved (what was filled is then undefined).
     """
     digest = StreamDigest()
-    head, slots, metadata = _head(fd, offset, file)
+    head, slots, metadata = read_head(fd, offset, file)
     digest.update(head)
     into.check(slots)
     tensors = {slot.name: _place(slot, into.tensors.get(slot.name)) for slot in slots}
@@ -108,7 +108,8 @@ def _take(reading: deque[tuple[_Piece, Future[None]]], digest: StreamDigest) -> 
         digest.update(buffer)
 
 
-def _head(fd: int, offset: int, file: CheckpointFile) -> tuple[bytes, list[Slot], dict[str, str]]:
+def read_head(fd: int, offset: int, file: CheckpointFile) -> tuple[bytes, list[Slot], dict[str, str]]:
+    """Its bytes, the slots behind it, and the file's metadata. Raises DigestMismatch."""
     length = int.from_bytes(os.pread(fd, 8, offset), "little")
     if not 2 <= length <= min(file.size_bytes - 8, _LONGEST_HEADER_BYTES):
         raise DigestMismatch(f"{file.name} has no sound header")

@@ -22,7 +22,7 @@ from forebay.checkpointd.queue import UploadQueue
 from forebay.checkpointd.reading import Reading
 from forebay.checkpointd.recipes import Candidate
 from forebay.checkpointd.retention import trim, trim_spool
-from forebay.checkpointd.spool import Spool
+from forebay.checkpointd.spool import Spool, Written
 from forebay.checkpointd.uplink import Uplink
 from forebay.checkpointd.upload import upload
 from forebay.core import metrics
@@ -86,9 +86,9 @@ class Pipeline:
         """Takes over the descriptor."""
         self._tasks.start_soon(self._from_memory, attempt, arena_fd, generation, about)
 
-    def written(self, attempt: Attempt, digest: str) -> None:
+    def written(self, attempt: Attempt, written: Written) -> None:
         """What came in waves is on the disk already."""
-        self._tasks.start_soon(self._from_disk, self._attempts.reached(attempt, "local", digest))
+        self._tasks.start_soon(self._from_disk, self._local(attempt, written))
 
     def take(self, attempt: Attempt, found: Candidate) -> None:
         """What a watched folder holds."""
@@ -125,10 +125,11 @@ class Pipeline:
         with self._ends(attempt):
             try:
                 async with self._disk:
-                    digest = await to_thread.run_sync(self._spool.write, attempt, arena_fd, generation, about)
+                    write = partial(self._spool.write, attempt, arena_fd, generation, about)
+                    written = await to_thread.run_sync(write)
             finally:
                 os.close(arena_fd)
-            await self._onward(self._attempts.reached(attempt, "local", digest))
+            await self._onward(self._local(attempt, written))
 
     async def _from_folder(self, attempt: Attempt, found: Candidate) -> None:
         with self._ends(attempt):
@@ -153,6 +154,13 @@ class Pipeline:
                     await upload(store, attempt, folder, policy, self._uplink.drain)
             attempt = self._attempts.reached(attempt, "durable")
         await self._commit(store, attempt)
+
+    def _local(self, attempt: Attempt, written: Written) -> Attempt:
+        found = self._attempts.local(attempt, written.digest, written.sample)
+        if found.same_as is not None:
+            log.warning("same tensors again", run=found.run, step=found.step, before=found.same_as)
+            metrics.checkpoint_unchanged.inc()
+        return found
 
     @contextmanager
     def _ends(self, attempt: Attempt) -> Iterator[None]:

@@ -107,9 +107,9 @@ class CheckpointSessions:
         if (header.generation, header.attempt) != (request.generation, request.attempt):
             raise CheckpointCorrupt(f"the arena holds attempt {header.attempt}, not {request.attempt}")
         if request.wave:
-            digest = await self._waves.add(session, request, request.wave, fds[0], header.size_bytes)
-            if digest:
-                self._pipeline.written(self._attempts.add(request, request.wave.total_bytes), digest)
+            written = await self._waves.add(session, request, request.wave, fds[0], header.size_bytes)
+            if written:
+                self._pipeline.written(self._attempts.add(request, request.wave.total_bytes), written)
         else:
             attempt = self._attempts.add(request, header.size_bytes)
             failpoint("absorb.noted")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -23,6 +24,7 @@ from forebay.checkpointd.arena import DATA_OFFSET, holds
 from forebay.checkpointd.attempts import Attempt
 from forebay.checkpointd.commit import Found
 from forebay.checkpointd.layout import FileRecord, RankManifest
+from forebay.checkpointd.sample import Sample
 from forebay.core.errors import CheckpointCorrupt
 from forebay.core.failpoint import failpoint
 from forebay.core.protocol import About
@@ -43,6 +45,14 @@ _NICEST = 19
 _COPY_BYTES = 16 << 20
 
 
+@dataclass(frozen=True)
+class Written:
+    """A rank's file on the disk: xxh3-128 of its bytes, and of some of its tensors' (None: it has none)."""
+
+    digest: str
+    sample: str | None
+
+
 class Spool:
     """`root` holds run folders; the store over it makes it a tier like any other."""
 
@@ -61,8 +71,8 @@ class Spool:
         self._sync_up({folder})
         return SnapshotFile(folder / layout.rank_file(attempt.rank), attempt)
 
-    def write(self, attempt: Attempt, arena_fd: int, generation: int, about: About) -> str:
-        """Arena -> file and manifest; its digest. Runs in a thread. Raises OSError, CheckpointCorrupt."""
+    def write(self, attempt: Attempt, arena_fd: int, generation: int, about: About) -> Written:
+        """Arena -> file and manifest. Runs in a thread. Raises OSError, CheckpointCorrupt."""
         file = self.begin(attempt)
         try:
             file.append(arena_fd, generation, attempt.size_bytes)
@@ -70,13 +80,13 @@ class Spool:
         finally:
             file.close()
 
-    def publish(self, file: SnapshotFile, about: About) -> str:
-        """The file has all its bytes: its digest, once the manifest vouches for it."""
-        digest = file.publish()
+    def publish(self, file: SnapshotFile, about: About) -> Written:
+        """The file has all its bytes; returns when the manifest vouches for it."""
+        written = file.publish()
         failpoint("spool.filed")
-        record = FileRecord(file.name, file.attempt.size_bytes, digest)
+        record = FileRecord(file.name, file.attempt.size_bytes, written.digest)
         self._write_manifest(file.attempt, [record], about)
-        return digest
+        return written
 
     def take(self, attempt: Attempt, root: Path, names: Sequence[str], *, copy: bool) -> None:
         """Files of a watched folder -> spool, by hard link where that is possible, and a manifest.
@@ -167,6 +177,7 @@ class SnapshotFile:
         self.name = path.name
         self.attempt = attempt
         self._digest = StreamDigest()
+        self._sample = Sample(attempt.size_bytes)
         self._landing = FileLanding(path, direct=True, durable=True)
         try:
             self._landing.begin(ObjectInfo(path.name, attempt.size_bytes, attempt.attempt), sys.maxsize)
@@ -191,12 +202,13 @@ class SnapshotFile:
             digested = workers.submit(self._digest.update, body)
             workers.submit(self._landing.write, body, offset).result()
             digested.result()
+        self._sample.update(body)
         if not holds(arena_fd, self.attempt.attempt, generation):
             raise CheckpointCorrupt("the arena was written to again before it was on disk")
 
-    def publish(self) -> str:
+    def publish(self) -> Written:
         self._landing.publish(self._digest.xxh3)
-        return self._digest.xxh3
+        return Written(self._digest.xxh3, self._sample.xxh3)
 
     def close(self) -> None:
         self._landing.close(keep=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from anyio import to_thread
 
 from forebay.checkpointd.attempts import Attempt
-from forebay.checkpointd.spool import SnapshotFile, Spool
+from forebay.checkpointd.spool import SnapshotFile, Spool, Written
 from forebay.core.errors import ForebayError, ProtocolError
 from forebay.core.protocol import Absorb, Wave
 from forebay.tiers.filesystem import os_error
@@ -20,8 +20,8 @@ class Waves:
 
     async def add(
         self, session: int, request: Absorb, wave: Wave, arena_fd: int, size_bytes: int
-    ) -> str | None:
-        """Write a part: the file's digest when it was the last one, else None.
+    ) -> Written | None:
+        """Write a part: what the file then is when it was the last one, else None.
 
         Raises ProtocolError for a part out of turn; DiskFull, CheckpointCorrupt: the file is then given up.
         """
@@ -42,7 +42,7 @@ class Waves:
             await to_thread.run_sync(file.append, arena_fd, request.generation, size_bytes)
             if file.written_bytes < wave.total_bytes:
                 return None
-            digest = await to_thread.run_sync(self._spool.publish, file, request.about)
+            written = await to_thread.run_sync(self._spool.publish, file, request.about)
         except OSError as err:
             self._drop(key)
             raise os_error(err, self._spool.folder(attempt)) from err
@@ -50,7 +50,7 @@ class Waves:
             self._drop(key)
             raise
         self._drop(key)
-        return digest
+        return written
 
     def left(self, session: int) -> None:
         """A connection has ended."""

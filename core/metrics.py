@@ -63,6 +63,11 @@ checkpoint_committed = Counter("forebay_checkpoint_commits", "Commits written", 
 checkpoint_errors = Counter(
     "forebay_checkpoint_errors", "Failures by error code", ["code"], registry=CHECKPOINT
 )
+checkpoint_unchanged = Counter(
+    "forebay_checkpoint_unchanged",
+    "Snapshots whose tensors seem to be those of the save before",
+    registry=CHECKPOINT,
+)
 checkpoint_pending = Gauge(
     "forebay_checkpoint_pending_count", "Attempts absorbed and not yet committed", registry=CHECKPOINT
 )

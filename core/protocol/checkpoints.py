@@ -80,7 +80,10 @@ class WaitLevel(Message, tag="wait_level", frozen=True):
 
 
 class AttemptStatus(Message, tag="attempt_status", frozen=True):
-    """How far one rank's part of an attempt came. Times are seconds since the epoch."""
+    """How far one rank's part of an attempt came. Times are seconds since the epoch.
+
+    `same_as`: the step that was saved before, when the tensors seem to be the same ones.
+    """
 
     run: str
     step: int
@@ -94,6 +97,7 @@ class AttemptStatus(Message, tag="attempt_status", frozen=True):
     durable_at: float | None
     committed_at: float | None
     replicated_at: float | None = None
+    same_as: int | None = None
 
 
 class Farewell(Message, tag="farewell", frozen=True):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from forebay.benchmarks.seaweed import S3Server, free_ports
+from forebay.checkpointd import Checkpointer, ForebayReader
 from tests.conftest import Node
 
 RANKED = """
@@ -156,6 +161,50 @@ dist.destroy_process_group()
 )
 
 
+# Each rank is a node: argv[3] and argv[4] are their homes.
+NODES = """
+import os, sys
+os.environ["FOREBAY_HOME"] = sys.argv[3 + int(os.environ["RANK"])]
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from forebay.checkpointd import ForebayReader, ForebayWriter
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+def state(value):
+    one = {f"r{n}": torch.full((500,), float(value)) for n in range(4)} if sys.argv[5] == "replicated" else {}
+    return {"s": distribute_tensor(torch.full((8, 50), float(value)), mesh, [Shard(0)]), "n": value} | one
+reader = ForebayReader("run", upstream=sys.argv[2])
+def load():
+    found = state(0)
+    dcp.load(found, storage_reader=reader)
+    tensors = [getattr(t, "to_local", lambda: t)() for name, t in found.items() if name != "n"]
+    values = {float(value) for tensor in tensors for value in tensor.unique()}
+    assert values == {float(found["n"])}, found
+    everybody = [None, None]
+    dist.all_gather_object(everybody, found["n"])
+    assert len(set(everybody)) == 1, everybody
+    return everybody[0]
+if sys.argv[1] == "save":
+    writer = ForebayWriter("run", upstream=sys.argv[2])
+    for step in (1, 2):
+        dcp.save(state(step), storage_writer=writer, checkpoint_id=str(step))
+        writer.wait()
+elif sys.argv[1] == "again":
+    try:
+        load()
+        raise SystemExit("the damage went unseen")
+    except dcp.api.CheckpointException as err:
+        assert "rank-00000.safetensors is damaged" in str(err), err
+    assert load() == 1
+else:
+    assert load() == int(sys.argv[1])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
 @pytest.fixture
 def daemon(node: Node, s3: S3Server) -> Iterator[Node]:
     node.start("checkpoint")
@@ -195,3 +244,63 @@ def test_replicated_tensors_are_saved_once_and_spread_and_plans_are_cached(
                 assert opened.keys()
                 names += opened.keys()
         assert len(names) == len(set(names)) == 12 + (step == 3)
+
+
+@pytest.fixture
+def two_nodes(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Their homes."""
+    node.start("checkpoint")
+    homes = [os.environ["FOREBAY_HOME"]]
+    other = Node(node.home / "o", monkeypatch)
+    other.home.mkdir()
+    other.start("checkpoint")
+    yield [*homes, os.environ["FOREBAY_HOME"]]
+    other.close()
+    other.tell()
+
+
+def files_on(home: str) -> set[str]:
+    return {path.name for path in Path(home).rglob("step-000000002/*/rank-*.safetensors")}
+
+
+def test_a_node_brings_what_its_ranks_need_and_no_more(two_nodes: list[str], upstream: str, tmp_path: Path):
+    """On a new pair of nodes: every file is verified by one rank, and not fetched by all."""
+    run_on(2, tmp_path, NODES, "save", upstream, *two_nodes, "sharded")
+    for home in two_nodes:
+        for folder in Path(home).rglob("step-*"):
+            shutil.rmtree(folder)
+    run_on(2, tmp_path, NODES, "2", upstream, *two_nodes, "sharded")
+    assert [files_on(home) for home in two_nodes] == [{"rank-00000.safetensors"}, {"rank-00001.safetensors"}]
+
+
+def damage(home: str, name: str) -> None:
+    for path in Path(home).rglob(f"step-000000002/*/{name}"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+
+def test_all_ranks_fall_back_to_the_same_older_checkpoint(
+    two_nodes: list[str], upstream: str, tmp_path: Path
+):
+    """C4: only the second node can see that its file is damaged everywhere."""
+    run_on(2, tmp_path, NODES, "save", upstream, *two_nodes, "sharded")
+    for place in (two_nodes[1], upstream):
+        damage(place, "rank-00001.safetensors")
+    run_on(2, tmp_path, NODES, "1", upstream, *two_nodes, "sharded")
+
+
+def test_damage_that_is_seen_late_is_an_error_and_the_next_load_falls_back(
+    two_nodes: list[str], upstream: str, tmp_path: Path
+):
+    """The first node's copy is right; the second needs it as well, and finds it damaged upstream."""
+    run_on(2, tmp_path, NODES, "save", upstream, *two_nodes, "replicated")
+    damage(upstream, "rank-00000.safetensors")
+    run_on(2, tmp_path, NODES, "again", upstream, *two_nodes, "replicated")
+
+
+def test_what_another_api_saved_is_refused_by_name(daemon: Node, upstream: str):
+    with Checkpointer("plain", upstream=upstream) as checkpoints:
+        checkpoints.save(1, {"w": torch.zeros(3)}).wait()
+    with pytest.raises(dcp.api.CheckpointException, match="restore it with Checkpointer"):
+        dcp.load({"w": torch.ones(3)}, storage_reader=ForebayReader("plain", upstream=upstream))

@@ -131,6 +131,24 @@ def test_failures_are_warned_of_or_counted(daemon: Node, tmp_path: Path, caplog:
     assert saves(3) == 3
 
 
+@pytest.mark.parametrize("arena_bytes", ["1MiB", "1GiB"])
+def test_the_same_tensors_under_another_step_are_said_once(
+    node: Node, upstream: str, caplog: pytest.LogCaptureFixture, arena_bytes: str
+):
+    """F35: a state dict made once and saved again and again; whole, and in waves."""
+    node.set(FOREBAY_CHECKPOINT__ARENA_BYTES=arena_bytes)
+    node.start("checkpoint")
+    checkpoints = Checkpointer("run", upstream=upstream)
+    stale = torch.randn(700_000)
+    seen = []
+    for step in range(1, 6):
+        if step == 4:
+            stale[690_000] += 1.0
+        seen.append(checkpoints.save(step, {"w": stale, "step": step}).wait().same_as)
+    assert seen == [None, 1, 2, None, 4]
+    assert caplog.text.count("seem to be those of step 1") == caplog.text.count("seem to be") == 1
+
+
 def test_due_by_steps_and_by_seconds(daemon: Node, upstream: str):
     checkpoints = Checkpointer("run", upstream=upstream).every(steps=3)
     assert [step for step in range(10) if checkpoints.due(step)] == [3, 6, 9]
