@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -27,10 +28,14 @@ SHAPES = ((32, 32 << 20), (2000, 512 << 10))
 
 def bench(saves: int) -> Report:
     """All of it; `saves` in a row for the look at memory."""
-    cases = [_blocked_case(tensors, size_bytes) for tensors, size_bytes in SHAPES]
     state = make(*SHAPES[0])
-    cases += [drain.drain(state), drain.upload(state), drain.slowdown(state), restore(state)]
-    cases.append(soak.soak(saves))
+    parts = [partial(_blocked_case, tensors, size_bytes) for tensors, size_bytes in SHAPES]
+    parts += [partial(part, state) for part in (drain.drain, drain.upload, drain.slowdown, restore)]
+    cases = []
+    for part in [*parts, partial(soak.soak, saves)]:
+        # What the one before left in the page cache is not to be written beside this one.
+        os.sync()
+        cases.append(part())
     worst = {
         "blocked_over_floor": max(case.figures["blocked_over_floor"] for case in cases[: len(SHAPES)]),
         "blocked_over_async_save": max(case.figures["over_async_save"] for case in cases[: len(SHAPES)]),

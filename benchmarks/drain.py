@@ -28,7 +28,7 @@ from forebay.benchmarks.seaweed import running_server
 from forebay.benchmarks.settings import environment
 from forebay.checkpointd import Checkpointer
 
-_ROUNDS = 5
+_ROUNDS = 9
 _BLOCK = 16 << 20
 _QUIET_S = 1.0
 _LONGEST_S = 60.0

@@ -18,7 +18,7 @@ from forebay.benchmarks.report import Case
 from forebay.benchmarks.settings import environment
 from forebay.checkpointd import Checkpointer
 
-_ROUNDS = 5
+_ROUNDS = 9
 
 
 def restore(state: State) -> Case:

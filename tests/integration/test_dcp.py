@@ -66,7 +66,7 @@ def torchrun(ranks: int, script: str, *args: str) -> None:
         script,
     ]
     run = subprocess.run([*command, *args], capture_output=True, text=True, check=False, timeout=120)
-    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.returncode == 0, run.stderr[-9000:]
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 1), (1, 2)])
