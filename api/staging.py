@@ -44,7 +44,9 @@ Glob = Annotated[str | None, typer.Option(help="Only keys that match, for exampl
 def stage(
     url: Annotated[str, typer.Argument(help="URL or path of a prefix, or the name of a dataset.")],
     wait: Annotated[bool, typer.Option("--wait", help="Show progress until everything is there.")] = False,
-    format: Annotated[str, typer.Option(help="Which objects are shards: webdataset, raw.")] = "raw",
+    format: Annotated[
+        str, typer.Option(help="Which objects are shards: webdataset, parquet..., raw.")
+    ] = "raw",
     name: Annotated[str | None, typer.Option(help="Name for `forebay ls` and loaders.")] = None,
     glob: Glob = None,
     keys: Annotated[Path | None, typer.Option(help="File with one key per line.")] = None,

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,8 @@ class Assembler:
         num_threads: int,
         prefetch: int,
     ) -> None:
-        self._dataset = dataset
+        self._reader = dataset.reader
+        self._single = dataset.format.single
         self._session = session
         self._run = run
         self._collate = collate
@@ -135,26 +137,40 @@ class Assembler:
         self._open.give_back(done)
         self._fed -= done
         first = (block - self._run.start.block) * self._run.order.block_shards
+        if self._single:
+            # One sample each: they are opened by the threads that need them, and none for other ranks.
+            self._session.advance(first)
+            return [1] * len(shards)
         counts = []
         for place, number in enumerate(shards.tolist()):
             shard = self._session.need(number, first + place)
             self._open.add(shard)
             self._fed.add(number)
-            counts.append(len(shard.index))
+            counts.append(len(shard.samples))
         return counts
 
     def _submit(self, batch: GlobalBatch) -> Ready:
         rows, padded = slice_for_rank(batch.rows, self._run.rank, self._run.world_size)
+        if self._single:
+            return Ready(self._pool.submit(self._assemble_alone, rows), batch.after, len(rows), padded)
         numbers = set(rows[:, 0].tolist())
         shards = self._open.take(numbers)
         future = self._pool.submit(self._assemble, rows, shards)
         future.add_done_callback(lambda _: self._open.give_back(numbers))
         return Ready(future, batch.after, len(rows), padded)
 
+    def _assemble_alone(self, rows: Ints) -> Any:
+        with ExitStack() as leased:
+            shards = {}
+            for number in set(rows[:, 0].tolist()):
+                shards[number] = self._session.need(number)
+                leased.callback(shards[number].release)
+            return self._assemble(rows, shards)
+
     def _assemble(self, rows: Ints, shards: dict[int, MappedShard]) -> Any:
         if self._collate is None:
-            return self._dataset.read_batch(rows, shards)
-        return self._collate(self._dataset.read(rows, shards))
+            return self._reader.batch(rows, shards)
+        return self._collate(self._reader.samples(rows, shards))
 
     def _put(self, item: Ready | BaseException | None) -> bool:
         """False when the consumer has gone."""

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import get_args
 
 from forebay.core.errors import InvalidRequest
 from forebay.core.protocol import OpenDataset, Register
-from forebay.loaders.decode import Decode, Decoder, array, collate, collate_column, decode_field, open_decoder
-from forebay.loaders.formats import Split, open_format
-from forebay.loaders.order import Ints
-from forebay.loaders.session import MappedShard, StagerSession
-
-KEY = "__key__"
+from forebay.loaders.batch import OnSampleError, SampleReader
+from forebay.loaders.collate import Sample
+from forebay.loaders.decode import Decode, open_decoder
+from forebay.loaders.formats import Format, Split, open_format
+from forebay.loaders.session import StagerSession
 
 
 class StagedDataset:
     """A dataset below a URL (or registered under a name), read through stagerd.
 
     url_or_name: `s3://bucket/prefix`, a path, any fsspec URL; or a name from `forebay ls`.
-    fields: what a sample is made of, in order: extensions (`png`, alternatives as `jpg;png`) and
-        `__key__`. A batch is a tuple with one column per field.
-    decode: "auto" (by extension), a decoder's name, a function of bytes, or one of these per field;
-        None leaves bytes.
+    fields: what a sample is made of, in order: what the format calls its fields (of WebDataset the
+        extensions: `png`, alternatives as `jpg;png`) and `__key__`. A batch is a tuple with one column
+        per field.
+    format: a name, or an instance that says more, as `Tokens(length=4096)` (see `loaders.formats`).
+    decode: "auto" (by extension), a decoder's name, a function of the value, or one of these per field;
+        None leaves bytes, or what the format has.
     transform: applied to each sample's tuple, in the loader's threads.
+    on_error: what becomes of a sample that cannot be read, decoded or transformed: "raise"; "skip" it,
+        so that its batch is shorter; "substitute" another one of its batch. The last two count
+        (`loader.stats.failed`) and log it.
     cache_dir: where a private stagerd keeps shards when no daemon runs; a temporary one by default.
     keys: the shards to take, instead of all below the URL.
-    split: where a member's base name ends, at its "first" dot (WebDataset) or its "last".
+    split: WebDataset's, where a member's base name ends, at its "first" dot or its "last".
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class StagedDataset:
         url_or_name: str,
         *,
         fields: Sequence[str],
-        format: str = "webdataset",
+        format: str | Format = "webdataset",
         decode: Decode = None,
-        transform: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
+        transform: Callable[[Sample], Sample] | None = None,
+        on_error: OnSampleError = "raise",
         name: str | None = None,
         keys: Sequence[str] | None = None,
         cache_dir: str | Path | None = None,
@@ -47,69 +50,20 @@ class StagedDataset:
     ) -> None:
         if isinstance(fields, str) or not fields:
             raise InvalidRequest("fields is a sequence of names", hint='for example fields=("png", "cls")')
+        if on_error not in get_args(OnSampleError):
+            raise InvalidRequest(f"on_error is {on_error!r}", hint="raise, skip or substitute")
         self.fields = tuple(fields)
-        self._decoders = [(field, open_decoder(decode, field)) for field in fields]
-        self._transform = transform
-        self._request = _request(url_or_name, format, name, keys)
-        self._format = open_format(format, split)
+        self.format = open_format(format, split)
+        self.reader = SampleReader(
+            [(field, open_decoder(decode, field)) for field in fields], transform, on_error
+        )
+        self._request = _request(url_or_name, self.format.name, name, keys)
         self._cache_dir = Path(cache_dir) if cache_dir else None
 
     def open_session(self, dataset_id: str | None = None) -> StagerSession:
         """A connection of its own; the caller closes it. Lists the source unless given an id."""
         request = OpenDataset(dataset_id) if dataset_id else self._request
-        return StagerSession(request, self._format, self._cache_dir)
-
-    def read(self, rows: Ints, shards: Mapping[int, MappedShard]) -> list[tuple[Any, ...]]:
-        """Decoded samples. Raises MissingField, FormatError."""
-        columns = (self._values(*field, rows, shards) for field in self._decoders)
-        samples = list(zip(*columns, strict=True))
-        return [self._transform(sample) for sample in samples] if self._transform else samples
-
-    def read_batch(self, rows: Ints, shards: Mapping[int, MappedShard]) -> tuple[Any, ...]:
-        """A batch in columns; the same values as `collate(read(...))`, without the detour where it pays."""
-        if self._transform:
-            return collate(self.read(rows, shards))
-        return tuple(
-            _gather(field, rows, shards)
-            if decoder is array
-            else collate_column(list(self._values(field, decoder, rows, shards)))
-            for field, decoder in self._decoders
-        )
-
-    def _values(
-        self, field: str, decoder: Decoder, rows: Ints, shards: Mapping[int, MappedShard]
-    ) -> Iterator[Any]:
-        for number, sample in rows.tolist():
-            shard = shards[number]
-            if field == KEY:
-                yield shard.index.keys[sample]
-                continue
-            offset, size_bytes = _locate(field, shard, sample)
-            data = shard.data[offset : offset + size_bytes]
-            if decoder is bytes:
-                yield data
-            else:
-                yield decode_field(decoder, data, field, shard.index.keys[sample], shard.name)
-
-
-def _locate(field: str, shard: MappedShard, sample: int) -> tuple[int, int]:
-    offsets, sizes = shard.index.column(field)
-    if offsets[sample] < 0:
-        raise shard.index.missing(sample, field, shard.name)
-    return offsets[sample], sizes[sample]
-
-
-def _gather(field: str, rows: Ints, shards: Mapping[int, MappedShard]) -> torch.Tensor | list[torch.Tensor]:
-    """Bytes straight from the mapped shards into the batch: one copy, without the GIL."""
-    spans = [(shards[number], *_locate(field, shards[number], sample)) for number, sample in rows.tolist()]
-    sizes = {size_bytes for _, _, size_bytes in spans}
-    if len(sizes) != 1:
-        return [array(shard.data[offset : offset + size_bytes]) for shard, offset, size_bytes in spans]
-    batch = torch.empty((len(spans), sizes.pop()), dtype=torch.uint8)
-    into = batch.numpy()
-    for place, (shard, offset, size_bytes) in enumerate(spans):
-        into[place] = shard.array[offset : offset + size_bytes]
-    return batch
+        return StagerSession(request, self.format, self.fields, self._cache_dir)
 
 
 def _request(

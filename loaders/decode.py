@@ -1,10 +1,10 @@
-"""From bytes to values, and from values to batches."""
+"""From bytes to values."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 
 from forebay.core.errors import FormatError, InvalidRequest
 
-Decoder: TypeAlias = Callable[[bytes], Any]
+# Of bytes, or of the value itself where the format has values.
+Decoder: TypeAlias = Callable[[Any], Any]
 Decode: TypeAlias = str | Decoder | Mapping[str, str | Decoder] | None
 
 _IMAGES = ("png", "jpg", "jpeg", "webp", "bmp", "ppm", "pgm")
@@ -24,9 +25,13 @@ def image(data: bytes) -> torch.Tensor:
     return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
 
 
-def array(data: bytes) -> torch.Tensor:
+def array(data: Any) -> torch.Tensor:
     """The bytes themselves as uint8, (size,); samples of one size become one (batch, size) tensor."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if len(data)
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def pil(data: bytes) -> Any:
@@ -40,6 +45,11 @@ def pil(data: bytes) -> Any:
 def npy(data: bytes) -> torch.Tensor:
     """A .npy file; never one that would have to be unpickled."""
     return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+
+
+def as_it_is(value: Any) -> Any:
+    """Nothing is decoded."""
+    return value
 
 
 _DECODERS: dict[str, Decoder] = {
@@ -68,12 +78,12 @@ def open_decoder(decode: Decode, field: str) -> Decoder:
     """
     chosen = decode.get(field) if isinstance(decode, Mapping) else decode
     if chosen is None:
-        return bytes
+        return as_it_is
     if callable(chosen):
         return chosen
     if chosen == "auto":
         extension = field.split(";")[0].rpartition(".")[2]
-        return _BY_EXTENSION.get(extension, bytes)
+        return _BY_EXTENSION.get(extension, as_it_is)
     if chosen not in _DECODERS:
         names = ", ".join(["auto", *_DECODERS])
         raise InvalidRequest(
@@ -82,30 +92,11 @@ def open_decoder(decode: Decode, field: str) -> Decoder:
     return _DECODERS[chosen]
 
 
-def decode_field(decoder: Decoder, data: bytes, field: str, key: str, shard: str) -> Any:
+def decode_field(decoder: Decoder, value: Any, field: str, key: str, shard: str) -> Any:
     """Whatever a decoder raises becomes one error that names sample and shard."""
     try:
-        return decoder(data)
+        return decoder(value)
     except Exception as err:
         raise FormatError(
             f"field {field!r} of sample {key!r} in {shard} cannot be decoded: {type(err).__name__}: {err}"
         ) from err
-
-
-def collate(samples: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Columns of a batch: numbers and arrays of one shape become tensors, the rest stays a list."""
-    return tuple(collate_column(values) for values in zip(*samples, strict=True))
-
-
-def collate_column(values: Sequence[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, bool | int | float):
-        return torch.tensor(values)
-    if isinstance(first, np.ndarray):
-        values = [torch.from_numpy(value) for value in values]
-        first = values[0]
-    if isinstance(first, torch.Tensor) and all(
-        value.shape == first.shape and value.dtype == first.dtype for value in values
-    ):
-        return torch.stack(list(values))
-    return list(values)

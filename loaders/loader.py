@@ -16,14 +16,18 @@ from forebay.loaders.order import Cursor, Order
 from forebay.loaders.session import StagerSession
 from forebay.loaders.stats import LoaderStats
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 class LoaderState(TypedDict):
-    """Where a job stands: the same on every rank, valid for any other number of ranks."""
+    """Where a job stands: the same on every rank, valid for any other number of ranks.
+
+    `format` names the way in which shards are cut into samples.
+    """
 
     version: int
     fingerprint: str
+    format: str
     seed: int
     shuffle: bool
     block_shards: int
@@ -41,7 +45,8 @@ class DataLoader:
         RANK and WORLD_SIZE, else 0 and 1.
     drop_last: leave out the last, short batch of the job; otherwise it is shared out evenly, with
         samples of its own repeated where it does not divide (`stats.padded`).
-    shuffle_block: shards whose samples are mixed with each other; a loader holds up to two blocks open.
+    shuffle_block: shards whose samples are mixed with each other; a loader holds up to two blocks open. By
+        default 8, or 256 where each shard is one sample.
     collate_fn: makes a batch of a list of samples; by default columns, stacked where shapes agree.
     num_threads: threads that cut and decode; prefetch: batches ready or under way.
 
@@ -60,7 +65,7 @@ class DataLoader:
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
-        shuffle_block: int = 8,
+        shuffle_block: int | None = None,
         prefetch: int = 4,
         collate_fn: Collate | None = None,
     ) -> None:
@@ -77,11 +82,11 @@ class DataLoader:
         self._resuming = False
         with dataset.open_session() as session:
             self._dataset_info = session.dataset
+            shards = session.shards
+        if shuffle_block is None:
+            shuffle_block = dataset.format.block_shards
         self._order = Order(
-            self._dataset_info.shards,
-            shuffle,
-            seed,
-            _at_least_one(shuffle_block, "shuffle_block") if shuffle else 1,
+            shards, shuffle, seed, _at_least_one(shuffle_block, "shuffle_block") if shuffle else 1
         )
         self._batches: int | None = None
 
@@ -112,6 +117,7 @@ class DataLoader:
             batch = ready.batch.result()
             self.stats.waited(time.monotonic() - asked_at)
             self.stats.batches += 1
+            self.stats.failed = self.dataset.reader.failed
             self.stats.samples += ready.samples - ready.padded
             self.stats.padded += ready.padded
             self._cursor = ready.after
@@ -137,6 +143,7 @@ class DataLoader:
         return LoaderState(
             version=_STATE_VERSION,
             fingerprint=self._dataset_info.fingerprint,
+            format=self.dataset.format.signature,
             seed=self._order.seed,
             shuffle=self._order.shuffle,
             block_shards=self._order.block_shards,
@@ -152,11 +159,11 @@ class DataLoader:
         missing = [key for key in mine if key not in state]
         if missing:
             raise StateMismatch(f"this is not a loader's state: it lacks {', '.join(missing)}")
-        for key in ("version", "fingerprint", "seed", "shuffle", "block_shards"):
+        for key in ("version", "fingerprint", "format", "seed", "shuffle", "block_shards"):
             if state[key] != mine[key]:
                 raise StateMismatch(
                     f"the saved state has {key} {state[key]!r}, this loader has {mine[key]!r}",
-                    hint="resume with the same dataset, seed, shuffle and shuffle_block; "
+                    hint="resume with the same dataset, format, seed, shuffle and shuffle_block; "
                     "ranks, batch size and threads may differ",
                 )
         self._epoch = state["epoch"]

@@ -17,7 +17,9 @@ from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from forebay.core.channel import Channel, close_all
 from forebay.core.config import Settings
@@ -39,9 +41,9 @@ from forebay.core.protocol import (
     Register,
     ShardReady,
 )
-from forebay.loaders.formats import Format
-from forebay.loaders.index import ShardIndex
+from forebay.loaders.formats import Format, Index, Samples, ShardFile
 from forebay.loaders.private import connect_private
+from forebay.loaders.unpack import is_packed, unpack
 
 log = logging.getLogger("forebay.loaders")
 M = TypeVar("M", bound=Message)
@@ -59,29 +61,37 @@ class MappedShard:
     Its bytes are valid as long as the object lives, whatever is evicted or restarted.
     """
 
-    def __init__(self, number: int, name: str, data: mmap.mmap, index: ShardIndex, lease: Channel) -> None:
+    def __init__(self, number: int, file: ShardFile, samples: Samples, lease: Channel) -> None:
         self.number = number
-        self.name = name
-        self.data = data
-        self.array = np.frombuffer(data, dtype=np.uint8)
-        self.index = index
+        self.file = file
+        self.samples = samples
         self._lease = lease
+
+    @property
+    def name(self) -> str:
+        return self.file.name
 
     def release(self) -> None:
         self._lease.close()
 
 
 class StagerSession:
-    """Thread-safe. `close()` ends it; the kernel does when the process dies."""
+    """Thread-safe. `close()` ends it; the kernel does when the process dies.
 
-    def __init__(self, request: Register | OpenDataset, format: Format, cache_dir: Path | None) -> None:
+    Shards are numbered among those objects of the dataset that hold samples.
+    """
+
+    def __init__(
+        self, request: Register | OpenDataset, format: Format, fields: Sequence[str], cache_dir: Path | None
+    ) -> None:
         self._format = format
+        self._fields = fields
         self._cache_dir = cache_dir
         self._settings = Settings.load()
         self._closed = threading.Event()
         self._restoring = threading.Lock()
         self._plan: OpenPlan | None = None
-        self._asking: Channel | None = None
+        self._asking: set[Channel] = set()
         self._channel = self._connect()
         reply, (fd,) = self._request(request, DatasetReply)
         try:
@@ -90,13 +100,18 @@ class StagerSession:
             os.close(fd)
         self.dataset: Dataset = reply.dataset
         self._keys = table["key"]
-        self.sizes_bytes: list[int] = table["size_bytes"].to_pylist()
+        self._sizes_bytes = table["size_bytes"].to_numpy()
+        self._objects = _objects_with_samples(format, self._keys)
 
-    def name_of(self, shard: int) -> str:
-        return f"{self.dataset.url}/{self._keys[shard].as_py()}"
+    @property
+    def shards(self) -> int:
+        return len(self._objects)
+
+    def size_bytes(self, shard: int) -> int:
+        return int(self._sizes_bytes[self._objects[shard]])
 
     def open_plan(self, shards: Sequence[int], window: int) -> None:
-        plan = OpenPlan(self.dataset.id, list(shards), window)
+        plan = OpenPlan(self.dataset.id, [int(self._objects[shard]) for shard in shards], window)
         self._request(plan, Done)
         self._plan = plan
 
@@ -106,48 +121,86 @@ class StagerSession:
         `position` is its place in the plan.
         """
         if position is not None:
-            self._request(Advance(position), Done)
+            self.advance(position)
         return self._retrying(lambda: self._lease(shard))
 
+    def advance(self, position: int) -> None:
+        """What lies before that place in the plan is past."""
+        self._request(Advance(position), Done)
+
     def _lease(self, shard: int) -> MappedShard:
+        number = int(self._objects[shard])
         lease = self._connect()
-        self._asking = lease
+        self._asking.add(lease)
         try:
             if self._closed.is_set():
                 raise DaemonUnavailable("the session is closed")
-            ready, fds = lease.request(
-                NeedShard(self.dataset.id, shard),
-                expect=ShardReady,
-                timeout_s=self._settings.stager.wait_s + _GRACE_S,
-            )
-            try:
-                index = _read_index(fds[1]) if ready.has_index else self._build_index(shard, fds[0])
-                data = _map(fds[0], ready.size_bytes)
-            finally:
-                close_all(fds)
+            file, index = self._map(lease, number, self._companion(lease, number))
+            if index is None:
+                index = self._build_index(number, file)
+            return MappedShard(shard, file, self._format.open(file, index, self._fields), lease)
         except BaseException:
             lease.close()
             raise
-        return MappedShard(shard, self.name_of(shard), data, index, lease)
+        finally:
+            self._asking.discard(lease)
+
+    def _companion(self, lease: Channel, number: int) -> ShardFile | None:
+        """Leased by the same connection."""
+        key = self._format.companion_of(self._keys[number].as_py())
+        if key is None:
+            return None
+        place = pc.index(self._keys, key).as_py()
+        return None if place < 0 else self._map(lease, place, None)[0]
+
+    def _map(
+        self, lease: Channel, number: int, companion: ShardFile | None
+    ) -> tuple[ShardFile, bytes | None]:
+        """The object in memory, and its index if somebody has built it."""
+        key = self._keys[number].as_py()
+        ready, fds = lease.request(
+            NeedShard(self.dataset.id, number, self._format.signature),
+            expect=ShardReady,
+            timeout_s=self._settings.stager.wait_s + _GRACE_S,
+        )
+        try:
+            name = f"{self.dataset.url}/{key}"
+            if is_packed(key):
+                data, size_bytes = unpack(fds[0], name)
+            else:
+                data, size_bytes = _map(fds[0], ready.size_bytes), ready.size_bytes
+            index = _read_all(fds[1]) if ready.has_index else None
+        finally:
+            close_all(fds)
+        return ShardFile(name, data, size_bytes, companion), index
 
     def counts(self) -> list[int]:
         """Samples per shard, all of them: what nobody has indexed yet is indexed now.
 
         The ranks of a node share that work, each shard is read once.
         """
+        if self._format.single:
+            return [1] * self.shards
         while True:
-            known, _ = self._request(GetCounts(self.dataset.id), Counts)
+            known, _ = self._request(GetCounts(self.dataset.id, self._format.signature), Counts)
             if min(known.samples) >= 0:
-                return known.samples
-            task, _ = self._request(ClaimIndex(self.dataset.id), IndexTask, timeout_s=600.0)
+                return [known.samples[number] for number in self._objects]
+            claim = ClaimIndex(self.dataset.id, self._format.signature)
+            task, _ = self._request(claim, IndexTask, timeout_s=600.0)
             if task.shard is not None:
-                self.need(task.shard).release()
+                self._count(task.shard)
+
+    def _count(self, number: int) -> None:
+        if self._format.is_shard(self._keys[number].as_py()):
+            self.need(int(np.searchsorted(self._objects, number))).release()
+        else:
+            self._publish(number, Index(0))
 
     def close(self) -> None:
         self._closed.set()
         self._channel.close()
-        if self._asking:
-            self._asking.close()
+        for lease in list(self._asking):
+            lease.close()
 
     def __enter__(self) -> StagerSession:
         return self
@@ -157,10 +210,16 @@ class StagerSession:
     ) -> None:
         self.close()
 
-    def _build_index(self, shard: int, fd: int) -> ShardIndex:
-        index = self._format.index(fd, self.name_of(shard))
-        self._request(PublishIndex(self.dataset.id, shard, len(index), index.encode()), Done)
-        return index
+    def _build_index(self, number: int, file: ShardFile) -> bytes:
+        index = self._format.index(file)
+        self._publish(number, index)
+        return index.payload
+
+    def _publish(self, number: int, index: Index) -> None:
+        if not self._format.single:
+            signature = self._format.signature
+            publish = PublishIndex(self.dataset.id, number, index.samples, index.payload, signature)
+            self._request(publish, Done)
 
     def _connect(self) -> Channel:
         try:
@@ -211,7 +270,13 @@ def _map(fd: int, size_bytes: int) -> mmap.mmap:
     return mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
 
 
-def _read_index(fd: int) -> ShardIndex:
+def _read_all(fd: int) -> bytes:
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
-        return ShardIndex.decode(file.read())
+        return file.read()
+
+
+def _objects_with_samples(format: Format, keys: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    if type(format).is_shard is Format.is_shard:
+        return np.arange(len(keys))
+    return np.array([number for number, key in enumerate(keys.to_pylist()) if format.is_shard(key)], np.int64)

@@ -13,26 +13,26 @@ class IndexClaims:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._owners: dict[str, int] = {}
+        self._owners: dict[tuple[str, str], int] = {}
         self._changed = anyio.Event()
 
-    async def claim(self, session: int, manifest: Manifest) -> int | None:
-        """A shard that nobody has indexed or is indexing; None when all are indexed."""
+    async def claim(self, session: int, manifest: Manifest, index: str) -> int | None:
+        """A shard that nobody has indexed that way or is indexing; None when all are indexed."""
         while True:
             changed = self._changed
             missing = 0
             for shard in map(manifest.shard, range(len(manifest))):
-                if self._registry.samples(shard.id) < 0:
+                if self._registry.samples(shard.id, index) < 0:
                     missing += 1
-                    if shard.id not in self._owners:
-                        self._owners[shard.id] = session
+                    if (shard.id, index) not in self._owners:
+                        self._owners[shard.id, index] = session
                         return shard.number
             if not missing:
                 return None
             await changed.wait()
 
-    def indexed(self, session: int, shard: Shard) -> None:
-        self._owners.pop(shard.id, None)
+    def indexed(self, shard: Shard, index: str) -> None:
+        self._owners.pop((shard.id, index), None)
         self._wake()
 
     def drop(self, session: int) -> None:

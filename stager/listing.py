@@ -6,13 +6,25 @@ continuation tokens or a name given twice is an error, never a shard more or les
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 
 from forebay.core.errors import EmptyDataset, InvalidRequest, ListingBroken
 from forebay.tiers.store import ObjectInfo, Store
 
+_PACKED = r"(\.(gz|zst|zstd|bz2))?$"
 # Which objects below a prefix belong to a dataset of that format; `raw` takes everything.
-SUFFIXES = {"webdataset": (".tar",), "raw": ("",)}
+FORMATS = {
+    "webdataset": re.compile(r"\.(tar" + _PACKED[:-1] + r"|tgz)$"),
+    "tfrecord": re.compile(r"(\.tfrecords?|-\d{5,}-of-\d{5,})" + _PACKED),
+    "parquet": re.compile(r"\.(parquet|pq)$"),
+    "arrow": re.compile(r"\.(arrow|feather|ipc)$"),
+    "mds": re.compile(r"\.mds" + _PACKED),
+    "tokens": re.compile(r"\.(npy|bin)" + _PACKED),
+    "megatron": re.compile(r"\.(idx|bin)$"),
+    "folder": re.compile(r"(^|/)[^./][^/]*$"),
+    "raw": re.compile(""),
+}
 
 
 async def list_shards(store: Store, format: str, keys: list[str] | None) -> AsyncIterator[ObjectInfo]:
@@ -20,10 +32,10 @@ async def list_shards(store: Store, format: str, keys: list[str] | None) -> Asyn
 
     Raises EmptyDataset, ObjectNotFound, ListingBroken, InvalidRequest for a format that nobody knows.
     """
-    if format not in SUFFIXES:
-        raise InvalidRequest(f"unknown format {format!r}", hint=f"one of {', '.join(sorted(SUFFIXES))}")
+    if format not in FORMATS:
+        raise InvalidRequest(f"unknown format {format!r}", hint=f"one of {', '.join(sorted(FORMATS))}")
     if keys is None:
-        async for info in _below(store, SUFFIXES[format]):
+        async for info in _below(store, format):
             yield info
         return
     if not keys:
@@ -34,20 +46,23 @@ async def list_shards(store: Store, format: str, keys: list[str] | None) -> Asyn
         yield await store.head(key)
 
 
-async def _below(store: Store, suffixes: tuple[str, ...]) -> AsyncIterator[ObjectInfo]:
+async def _below(store: Store, format: str) -> AsyncIterator[ObjectInfo]:
     taken = others = 0
+    other = ""
     loops = _LoopWatch(store.url)
     async for info in store.list():
         loops.passed(info.key)
-        if info.key.endswith(suffixes):
+        if FORMATS[format].search(info.key):
             taken += 1
             yield info
         else:
             others += 1
+            other = info.key
     if not taken and others:
+        fitting = [name for name, pattern in FORMATS.items() if pattern.search(other) and name != "raw"]
         raise EmptyDataset(
-            f"{store.url} holds {others} objects, but none that ends in {suffixes[0]}",
-            hint="check the prefix and the format",
+            f"{store.url} holds {others} objects, but none is named like a shard of format {format!r}",
+            hint=f"{other!r} could be of format {' or '.join(fitting) or 'raw'}; check the prefix too",
         )
     if not taken:
         raise EmptyDataset(f"there is nothing under {store.url}")

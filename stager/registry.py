@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from forebay.core.errors import DatasetNotFound
 from forebay.core.journal import Journal
@@ -80,27 +81,31 @@ class Registry:
 
     # Sample indices
 
-    def index_path(self, object_id: str) -> Path:
-        return self._folder / "indices" / object_id[:2] / f"{object_id}.idx"
+    def _index_path(self, object_id: str, index: str) -> Path:
+        """`index` is any text of a client's: only its digest becomes part of a name."""
+        name = f"{object_id}-{xxhash.xxh3_64_hexdigest(index.encode())}.idx"
+        return self._folder / "indices" / object_id[:2] / name
 
-    def add_index(self, object_id: str, samples: int, payload: bytes) -> None:
+    def add_index(self, object_id: str, index: str, samples: int, payload: bytes) -> None:
         """The file appears by rename, then the row: a crash between them costs one index."""
-        path = self.index_path(object_id)
+        path = self._index_path(object_id, index)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{secrets.token_hex(4)}")
         temporary.write_bytes(payload)
         temporary.rename(path)
-        self._journal.run("INSERT OR REPLACE INTO indices VALUES (?,?)", object_id, samples)
+        self._journal.run("INSERT OR REPLACE INTO sample_counts VALUES (?,?,?)", object_id, index, samples)
 
-    def samples(self, object_id: str) -> int:
-        """Samples in that shard, -1 when nobody has counted them."""
-        row = self._journal.row("SELECT samples FROM indices WHERE object_id=?", object_id)
-        return row["samples"] if row and self.index_path(object_id).is_file() else -1
+    def samples(self, object_id: str, index: str) -> int:
+        """Samples in that shard, cut in that way; -1 when nobody has counted them."""
+        row = self._journal.row(
+            "SELECT samples FROM sample_counts WHERE object_id=? AND cut=?", object_id, index
+        )
+        return row["samples"] if row and self._index_path(object_id, index).is_file() else -1
 
-    def open_index(self, object_id: str) -> int | None:
+    def open_index(self, object_id: str, index: str) -> int | None:
         """A descriptor of the index, None when there is none."""
-        if self._journal.row("SELECT 1 FROM indices WHERE object_id=?", object_id) is None:
+        if self.samples(object_id, index) < 0:
             return None
         with suppress(FileNotFoundError):
-            return os.open(self.index_path(object_id), os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(self._index_path(object_id, index), os.O_RDONLY | os.O_CLOEXEC)
         return None

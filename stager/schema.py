@@ -37,4 +37,11 @@ MIGRATIONS = (
         id TEXT PRIMARY KEY, owner TEXT NOT NULL, dataset_id TEXT NOT NULL, selection BLOB,
         made_at REAL NOT NULL, expires_at REAL);
     """,
+    # Indices are made again at need: one shard may be cut into samples in several ways.
+    """
+    DROP TABLE indices;
+    CREATE TABLE sample_counts (
+        object_id TEXT NOT NULL, cut TEXT NOT NULL, samples INTEGER NOT NULL,
+        PRIMARY KEY (object_id, cut)) WITHOUT ROWID;
+    """,
 )

@@ -223,7 +223,7 @@ class Session:
         except BaseException:
             self._unlease(shard)
             raise
-        index = self._stager.registry.open_index(shard.id)
+        index = self._stager.registry.open_index(shard.id, request.index)
         fds = [fd] if index is None else [fd, index]
         return ShardReady(shard.size_bytes, digest, len(fds) > 1), fds
 
@@ -260,18 +260,18 @@ class Session:
 
     async def _publish_index(self, request: PublishIndex) -> Reply:
         shard = self._stager.registry.manifest(request.dataset_id).shard(request.shard)
-        self._stager.registry.add_index(shard.id, request.samples, request.payload)
-        self._stager.claims.indexed(self._number, shard)
+        self._stager.registry.add_index(shard.id, request.index, request.samples, request.payload)
+        self._stager.claims.indexed(shard, request.index)
         return Done(), ()
 
     async def _get_counts(self, request: GetCounts) -> Reply:
         manifest = self._stager.registry.manifest(request.dataset_id)
         ids = (manifest.shard(number).id for number in range(len(manifest)))
-        return Counts([self._stager.registry.samples(object_id) for object_id in ids]), ()
+        return Counts([self._stager.registry.samples(object_id, request.index) for object_id in ids]), ()
 
     async def _claim_index(self, request: ClaimIndex) -> Reply:
         manifest = self._stager.registry.manifest(request.dataset_id)
-        return IndexTask(await self._stager.claims.claim(self._number, manifest)), ()
+        return IndexTask(await self._stager.claims.claim(self._number, manifest, request.index)), ()
 
     # Stage jobs, pins, evictions
 

@@ -81,10 +81,12 @@ class NeedShard(Message, tag="need_shard", frozen=True):
 
     The shard is leased until ReleaseShard or the end of the connection. Loaders take one connection
     per shard: closing it is the release, and no other request ever waits behind this one.
+    `index` names the way in which the shard is cut into samples, which may be cut in several.
     """
 
     dataset_id: str
     shard: int
+    index: str = ""
 
 
 class ShardReady(Message, tag="shard_ready", frozen=True):
@@ -101,18 +103,20 @@ class ReleaseShard(Message, tag="release_shard", frozen=True):
 
 
 class PublishIndex(Message, tag="publish_index", frozen=True):
-    """The sample index of a shard, built by whoever mapped it first -> Done."""
+    """The sample index of a shard, built by whoever mapped it first -> Done. `index` as in NeedShard."""
 
     dataset_id: str
     shard: int
     samples: int
     payload: bytes
+    index: str = ""
 
 
 class GetCounts(Message, tag="get_counts", frozen=True):
-    """-> Counts."""
+    """-> Counts. `index` as in NeedShard."""
 
     dataset_id: str
+    index: str = ""
 
 
 class Counts(Message, tag="counts", frozen=True):
@@ -125,6 +129,7 @@ class ClaimIndex(Message, tag="claim_index", frozen=True):
     """Ask for a shard without index -> IndexTask; waits while others hold the last ones."""
 
     dataset_id: str
+    index: str = ""
 
 
 class IndexTask(Message, tag="index_task", frozen=True):

@@ -221,7 +221,7 @@ def test_empty_prefix_and_missing_bucket_and_odd_urls(stagerd: Node, s3: S3Serve
     assert "no dataset 'unknown' is registered" in refused("stage", "unknown")
     obstore.put(s3.store(), "only-text/readme.txt", b"hello")
     line = refused("stage", s3.url("only-text"), "--format", "webdataset")
-    assert "holds 1 objects, but none that ends in .tar" in line
+    assert "holds 1 objects, but none is named like a shard of format 'webdataset'" in line
 
 
 LOAD = """

@@ -1,4 +1,4 @@
-"""The sample index of a shard: where each field of each sample lies, so that samples are slices."""
+"""Samples that are slices of their shard: the index says where each field of each sample lies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from forebay.core.errors import MissingField
+from forebay.loaders.formats.format import Index, NoRows, ShardFile, missing
 
 Ints = npt.NDArray[np.int64]
 
@@ -62,14 +62,9 @@ class ShardIndex:
             offsets[samples], sizes[samples] = self.offsets[members], self.sizes[members]
         return offsets.tolist(), sizes.tolist()
 
-    def missing(self, sample: int, field: str, shard: str) -> MissingField:
-        """The error for a field that a sample lacks; it lists what the sample does have."""
+    def fields_of(self, sample: int) -> list[str]:
         members = self.field_numbers[self.starts[sample] : self.starts[sample + 1]]
-        there = [self.fields[number] for number in members.tolist()]
-        return MissingField(
-            f"sample {self.keys[sample]!r} in {shard} has no field {field!r}; it has {', '.join(there)}",
-            hint='a base name with dots in it splits at the first one; split="last" splits at the last',
-        )
+        return [self.fields[number] for number in members.tolist()]
 
     def encode(self) -> bytes:
         columns = (self.starts, self.field_numbers, self.offsets, self.sizes)
@@ -108,7 +103,42 @@ class IndexBuilder:
         members = self._members[self._starts[-1] :]
         return next((offset for number, offset, _ in members if number == wanted), None)
 
+    def index(self) -> Index:
+        return Index(len(self.keys), self.build().encode())
+
     def build(self) -> ShardIndex:
         members = np.array(self._members, dtype=np.int64).reshape(-1, 3)
         starts = np.array([*self._starts, len(self._members)], dtype=np.int64)
         return ShardIndex(self.keys, list(self._numbers), starts, members[:, 0], members[:, 1], members[:, 2])
+
+
+class Spans(NoRows):
+    """An opened shard whose fields are slices of it. `hint`: for a field that is missing."""
+
+    def __init__(self, file: ShardFile, index: ShardIndex, hint: str = "") -> None:
+        self.file = file
+        self._index = index
+        self._hint = hint
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def key(self, sample: int) -> str:
+        return self._index.keys[sample]
+
+    def value(self, sample: int, field: str) -> Any:
+        offset, size_bytes = self.span(sample, field)
+        return self.file.data[offset : offset + size_bytes]
+
+    def span(self, sample: int, field: str) -> tuple[int, int]:
+        found = self.find(sample, field)
+        if found is None:
+            raise missing(field, self.key(sample), self.file, self.fields_of(sample), self._hint)
+        return found
+
+    def find(self, sample: int, field: str) -> tuple[int, int] | None:
+        offsets, sizes = self._index.column(field)
+        return None if offsets[sample] < 0 else (offsets[sample], sizes[sample])
+
+    def fields_of(self, sample: int) -> list[str]:
+        return self._index.fields_of(sample)

@@ -1,0 +1,161 @@
+"""Samples and batches out of mapped shards. Where values lie as bytes or rows, one copy makes the batch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from forebay.core.errors import ForebayError
+from forebay.loaders.collate import Sample, collate, collate_column, signed
+from forebay.loaders.decode import Decoder, array, as_it_is, decode_field
+from forebay.loaders.order import Ints
+from forebay.loaders.session import MappedShard
+
+log = logging.getLogger("forebay.loaders")
+
+KEY = "__key__"
+OnSampleError = Literal["raise", "skip", "substitute"]
+Shards = Mapping[int, MappedShard]
+# The first ones are logged each, later ones now and then.
+_LOGGED_EACH, _LOGGED_EVERY = 10, 1000
+
+
+class SampleReader:
+    """What a dataset makes of rows of (shard, sample). Used by several threads at once."""
+
+    def __init__(
+        self,
+        decoders: Sequence[tuple[str, Decoder]],
+        transform: Callable[[Sample], Sample] | None,
+        on_error: OnSampleError,
+    ) -> None:
+        self._decoders = decoders
+        self._transform = transform
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self.failed = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def batch(self, rows: Ints, shards: Shards) -> Sample:
+        """In columns; the same values as `collate(samples(...))`, without the detour where it pays."""
+        if self._transform or self._on_error != "raise":
+            return collate(self.samples(rows, shards))
+        return tuple(self._column(*field, rows, shards) for field in self._decoders)
+
+    def samples(self, rows: Ints, shards: Shards) -> list[Sample]:
+        """Decoded and transformed. Raises MissingField, FormatError, what the transform raises."""
+        found: list[Sample | None] = []
+        error: Exception | None = None
+        for number, sample in rows.tolist():
+            try:
+                found.append(self._sample(shards[number], sample))
+            except Exception as err:
+                if self._on_error == "raise":
+                    raise
+                self._count(err)
+                error = err
+                found.append(None)
+        good = [sample for sample in found if sample is not None]
+        if error and not good:
+            raise error
+        return good if self._on_error == "skip" else _substituted(found)
+
+    def _sample(self, shard: MappedShard, sample: int) -> Sample:
+        values = tuple(_value(field, decoder, shard, sample) for field, decoder in self._decoders)
+        if self._transform is None:
+            return values
+        try:
+            return self._transform(values)
+        except Exception as err:
+            err.add_note(f"in the transform of sample {shard.samples.key(sample)!r} of {shard.name}")
+            raise
+
+    def _count(self, err: Exception) -> None:
+        with self._lock:
+            self.failed += 1
+            number = self.failed
+        if number <= _LOGGED_EACH or number % _LOGGED_EVERY == 0:
+            said = str(err) if isinstance(err, ForebayError) else "; ".join([repr(err), *_notes(err)])
+            log.warning("sample left out (the %d. so far, on_error=%s): %s", number, self._on_error, said)
+
+    def _column(self, field: str, decoder: Decoder, rows: Ints, shards: Shards) -> Any:
+        gathered = None
+        if field != KEY and decoder is array:
+            gathered = _gather_bytes(field, rows, shards)
+        elif field != KEY and decoder is as_it_is:
+            gathered = _gather_rows(field, rows, shards)
+        if gathered is not None:
+            return gathered
+        return collate_column(list(_values(field, decoder, rows, shards)))
+
+
+def _notes(err: Exception) -> list[str]:
+    return list(getattr(err, "__notes__", []))
+
+
+def _substituted(found: Sequence[Sample | None]) -> list[Sample]:
+    """For each that failed the next good one of the batch."""
+    good = next(sample for sample in found if sample is not None)
+    whole = list[Sample]()
+    for sample in reversed(found):
+        good = good if sample is None else sample
+        whole.append(good)
+    return whole[::-1]
+
+
+def _values(field: str, decoder: Decoder, rows: Ints, shards: Shards) -> Iterator[Any]:
+    for number, sample in rows.tolist():
+        yield _value(field, decoder, shards[number], sample)
+
+
+def _value(field: str, decoder: Decoder, shard: MappedShard, sample: int) -> Any:
+    if field == KEY:
+        return shard.samples.key(sample)
+    value = shard.samples.value(sample, field)
+    if decoder is as_it_is:
+        return value
+    return decode_field(decoder, value, field, shard.samples.key(sample), shard.name)
+
+
+def _gather_bytes(field: str, rows: Ints, shards: Shards) -> torch.Tensor | list[torch.Tensor] | None:
+    """Bytes straight from the mapped shards into the batch: one copy, without the GIL."""
+    spans = []
+    for number, sample in rows.tolist():
+        shard = shards[number]
+        span = shard.samples.span(sample, field)
+        if span is None:
+            return None
+        spans.append((shard.file.array, *span))
+    sizes = {size_bytes for _, _, size_bytes in spans}
+    if len(sizes) != 1:
+        return [array(source[offset : offset + size_bytes]) for source, offset, size_bytes in spans]
+    batch = torch.empty((len(spans), sizes.pop()), dtype=torch.uint8)
+    into = batch.numpy()
+    for place, (source, offset, size_bytes) in enumerate(spans):
+        into[place] = source[offset : offset + size_bytes]
+    return batch
+
+
+def _gather_rows(field: str, rows: Ints, shards: Shards) -> torch.Tensor | None:
+    """Rows of arrays, shard by shard: one copy, which widens what torch cannot hold."""
+    arrays = {number: shards[number].samples.rows(field) for number in set(rows[:, 0].tolist())}
+    kinds = {None if found is None else (found.dtype, found.shape[1:]) for found in arrays.values()}
+    if len(kinds) != 1 or None in kinds:
+        return None
+    dtype, shape = next(kind for kind in kinds if kind)
+    into = np.empty((len(rows), *shape), dtype=signed(dtype))
+    for number, found in arrays.items():
+        places = np.flatnonzero(rows[:, 0] == number)
+        assert found is not None
+        into[places] = found[rows[places, 1]]
+    return torch.from_numpy(into)
