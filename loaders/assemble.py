@@ -1,12 +1,11 @@
 """Batches from mapped shards, by threads, in order.
 
 A feeder thread walks the order, opens blocks of shards and hands batches to a pool; the consumer
-takes them in the same order. At most `prefetch` batches are ready or under way.
+takes them in the same order.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,14 +13,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from forebay.core.protocol import Pace, Runway
 from forebay.loaders.dataset import StagedDataset
 from forebay.loaders.order import Cursor, GlobalBatch, Ints, Order, slice_for_rank
+from forebay.loaders.pacing.monitor import Held
+from forebay.loaders.ready import ReadyQueue
 from forebay.loaders.session import MappedShard, StagerSession
 
 Collate = Callable[[Sequence[tuple[Any, ...]]], Any]
-
-# How often a full queue lets its feeder look whether anybody still listens.
-_ABANDONED_CHECK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,16 @@ class EpochRun:
 
 @dataclass(frozen=True)
 class Ready:
-    """A batch under way, and what the loader's state will be once it has been taken."""
+    """A batch under way, and what the loader's state will be once it has been taken.
+
+    `source_bytes`: its share of the shards that it is cut from.
+    """
 
     batch: Future[Any]
     after: Cursor
     samples: int
     padded: int
+    source_bytes: int
 
 
 class _OpenShards:
@@ -70,9 +75,16 @@ class _OpenShards:
         with self._lock:
             for number in numbers:
                 self._users[number] -= 1
-                if not self._users[number]:
+                if not self._users[number] and number in self._shards:
                     del self._users[number]
                     self._shards.pop(number).release()
+
+    def release_all(self) -> None:
+        """What batches under way still read stays mapped without its lease."""
+        with self._lock:
+            for shard in self._shards.values():
+                shard.release()
+            self._shards.clear()
 
 
 class Assembler:
@@ -85,7 +97,7 @@ class Assembler:
         run: EpochRun,
         collate: Collate | None,
         num_threads: int,
-        prefetch: int,
+        ready: ReadyQueue[Ready | BaseException | None],
     ) -> None:
         self._reader = dataset.reader
         self._single = dataset.format.single
@@ -94,26 +106,40 @@ class Assembler:
         self._collate = collate
         self._open = _OpenShards()
         self._fed: set[int] = set()
-        self._stop = threading.Event()
-        self._queue: queue.Queue[Ready | BaseException | None] = queue.Queue(prefetch)
+        self._ready = ready
+        self._next: Ready | None = None
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="forebay-assemble")
         self._feeder = threading.Thread(target=self._feed, name="forebay-feed", daemon=True)
         self._feeder.start()
 
     def __iter__(self) -> Iterator[Ready]:
         while True:
-            item = self._queue.get()
+            item = self._ready.take()
             if item is None:
                 return
             if isinstance(item, BaseException):
                 raise item
+            self._next = item
             yield item
 
+    def held(self) -> Held:
+        """For the pacing monitor."""
+        shard = self._session.waits_for
+        if self._next and not self._next.batch.done() and not (self._single and shard):
+            return Held(len(self._ready), "decoding")
+        if self._session.reconnecting:
+            return Held(len(self._ready), "network")
+        return Held(len(self._ready), "storage" if shard else "", shard)
+
+    def pace(self, message: Pace) -> Runway:
+        return self._session.pace(message)
+
     def close(self) -> None:
-        self._stop.set()
+        self._ready.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._session.close()
         self._feeder.join()
+        self._open.release_all()
 
     def _feed(self) -> None:
         try:
@@ -125,11 +151,11 @@ class Assembler:
                 self._open_block,
                 drop_last=run.drop_last,
             ):
-                if not self._put(self._submit(batch)):
+                if not self._ready.put(self._submit(batch)):
                     return
-            self._put(None)
+            self._ready.put(None)
         except BaseException as err:  # noqa: BLE001 - it is raised again where the batches are taken
-            self._put(err)
+            self._ready.put(err)
 
     def _open_block(self, block: int, shards: Ints, pending: Ints) -> list[int]:
         """Wait for a block's shards; those of earlier blocks go, but for what is still pending."""
@@ -152,12 +178,18 @@ class Assembler:
     def _submit(self, batch: GlobalBatch) -> Ready:
         rows, padded = slice_for_rank(batch.rows, self._run.rank, self._run.world_size)
         if self._single:
-            return Ready(self._pool.submit(self._assemble_alone, rows), batch.after, len(rows), padded)
-        numbers = set(rows[:, 0].tolist())
-        shards = self._open.take(numbers)
+            size_bytes = sum(self._session.size_bytes(number) for number in rows[:, 0].tolist())
+            future = self._pool.submit(self._assemble_alone, rows)
+            return Ready(future, batch.after, len(rows), padded, size_bytes)
+        numbers, counts = np.unique(rows[:, 0], return_counts=True)
+        shards = self._open.take(numbers.tolist())
+        size_bytes = sum(
+            count * self._session.size_bytes(number) // len(shards[number].samples)
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
+        )
         future = self._pool.submit(self._assemble, rows, shards)
-        future.add_done_callback(lambda _: self._open.give_back(numbers))
-        return Ready(future, batch.after, len(rows), padded)
+        future.add_done_callback(lambda _: self._open.give_back(shards))
+        return Ready(future, batch.after, len(rows), padded, size_bytes)
 
     def _assemble_alone(self, rows: Ints) -> Any:
         with ExitStack() as leased:
@@ -171,13 +203,3 @@ class Assembler:
         if self._collate is None:
             return self._reader.batch(rows, shards)
         return self._collate(self._reader.samples(rows, shards))
-
-    def _put(self, item: Ready | BaseException | None) -> bool:
-        """False when the consumer has gone."""
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=_ABANDONED_CHECK_S)
-                return True
-            except queue.Full:
-                continue
-        return False

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, TypedDict
 
 import torch.distributed
 
 from forebay.core.errors import DatasetNotFound, InvalidRequest, StateMismatch
-from forebay.loaders.assemble import Assembler, Collate, EpochRun
+from forebay.loaders.assemble import Assembler, Collate, EpochRun, Ready
 from forebay.loaders.dataset import StagedDataset
 from forebay.loaders.order import Cursor, Order
+from forebay.loaders.pacing.meter import StepMeter
+from forebay.loaders.pacing.monitor import Monitor, Pacing, Place
+from forebay.loaders.ready import ReadyQueue, size_of
 from forebay.loaders.session import StagerSession
 from forebay.loaders.stats import LoaderStats
 
 _STATE_VERSION = 2
+# Ranks run one script, so that they count their loaders alike.
+_numbers = itertools.count()
 
 
 class LoaderState(TypedDict):
@@ -48,7 +54,10 @@ class DataLoader:
     shuffle_block: shards whose samples are mixed with each other; a loader holds up to two blocks open. By
         default 8, or 256 where each shard is one sample.
     collate_fn: makes a batch of a list of samples; by default columns, stacked where shapes agree.
-    num_threads: threads that cut and decode; prefetch: batches ready or under way.
+    num_threads: threads that cut and decode.
+    prefetch: batches ready or under way, more while the training has to wait; max_ready_bytes: how much
+        memory they may take together (one batch always may).
+    pacing: how the ranks are watched, and when an alarm is raised; None for no watch at all.
 
     After each whole pass the epoch goes up by one; `set_epoch` sets it. `state_dict()` describes the
     position behind the batch last yielded.
@@ -67,7 +76,9 @@ class DataLoader:
         world_size: int | None = None,
         shuffle_block: int | None = None,
         prefetch: int = 4,
+        max_ready_bytes: int = 1 << 30,
         collate_fn: Collate | None = None,
+        pacing: Pacing | None = Pacing(),  # noqa: B008 - frozen
     ) -> None:
         self.dataset = dataset
         self.batch_size = _at_least_one(batch_size, "batch_size")
@@ -75,6 +86,9 @@ class DataLoader:
         self.stats = LoaderStats()
         self._num_threads = _at_least_one(num_threads, "num_threads")
         self._prefetch = _at_least_one(prefetch, "prefetch")
+        self._max_ready_bytes = _at_least_one(max_ready_bytes, "max_ready_bytes")
+        self._pacing = pacing
+        self._meter = StepMeter()
         self._drop_last = drop_last
         self._collate = collate_fn
         self._epoch = 0
@@ -89,6 +103,7 @@ class DataLoader:
             shards, shuffle, seed, _at_least_one(shuffle_block, "shuffle_block") if shuffle else 1
         )
         self._batches: int | None = None
+        self._number = next(_numbers)
 
     def __iter__(self) -> Iterator[Any]:
         start = self._cursor if self._resuming else Cursor()
@@ -102,27 +117,31 @@ class DataLoader:
             run = EpochRun(
                 self._order, epoch, start, self.batch_size, self.rank, self.world_size, self._drop_last
             )
-            assembler = Assembler(
-                self.dataset, session, run, self._collate, self._num_threads, self._prefetch
-            )
-            try:
-                yield from self._take(assembler)
-            finally:
-                assembler.close()
+            queue = ReadyQueue[Ready | BaseException | None](self._prefetch, self._max_ready_bytes)
+            assembler = Assembler(self.dataset, session, run, self._collate, self._num_threads, queue)
+            with ExitStack() as ends:
+                ends.callback(assembler.close)
+                ends.callback(self._meter.stopped)
+                if self._pacing:
+                    place = Place(self._job, self.rank, self.world_size)
+                    watch = Monitor(self._pacing, self._meter, assembler, place, self.stats.looked)
+                    ends.enter_context(watch).gate()
+                yield from self._take(assembler, queue)
         self._epoch, self._cursor = epoch + 1, Cursor()
 
-    def _take(self, assembler: Assembler) -> Iterator[Any]:
-        asked_at = time.monotonic()
+    def _take(self, assembler: Assembler, queue: ReadyQueue[Ready | BaseException | None]) -> Iterator[Any]:
+        self._meter.asked()
         for ready in assembler:
             batch = ready.batch.result()
-            self.stats.waited(time.monotonic() - asked_at)
+            queue.weighed(size_of(batch))
+            self.stats.waited(self._meter.given(ready.source_bytes))
             self.stats.batches += 1
             self.stats.failed = self.dataset.reader.failed
             self.stats.samples += ready.samples - ready.padded
             self.stats.padded += ready.padded
             self._cursor = ready.after
             yield batch
-            asked_at = time.monotonic()
+            self._meter.asked()
 
     def __len__(self) -> int:
         """Batches per epoch. Needs every shard counted: on a new dataset this reads all of it once."""
@@ -169,6 +188,12 @@ class DataLoader:
         self._epoch = state["epoch"]
         self._cursor = Cursor(state["block"], state["offset"], state["samples"])
         self._resuming = True
+
+    @property
+    def _job(self) -> str:
+        """The same on every rank, another one for another loader of the job."""
+        made = f"{self._dataset_info.fingerprint}:{self.dataset.format.signature}:{self._number}"
+        return f"{made}:{self._order.seed}:{self.batch_size}"
 
     def _open_session(self) -> StagerSession:
         """The listing this loader was made with, not a new one: an epoch keeps its versions (F8).

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -23,7 +25,7 @@ import pyarrow.compute as pc
 
 from forebay.core.channel import Channel, close_all
 from forebay.core.config import Settings
-from forebay.core.errors import DaemonUnavailable
+from forebay.core.errors import DaemonUnavailable, ForebayError
 from forebay.core.protocol import (
     Advance,
     ClaimIndex,
@@ -37,8 +39,10 @@ from forebay.core.protocol import (
     NeedShard,
     OpenDataset,
     OpenPlan,
+    Pace,
     PublishIndex,
     Register,
+    Runway,
     ShardReady,
 )
 from forebay.loaders.formats import Format, Index, Samples, ShardFile
@@ -50,6 +54,7 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 _RECONNECT_S = 60.0
+_PACE_S = 2.0
 _RECONNECT_PAUSE_S = 0.2
 # Beyond the daemon's own limit of a wait, so that its error, which knows more, comes first.
 _GRACE_S = 15.0
@@ -92,7 +97,12 @@ class StagerSession:
         self._restoring = threading.Lock()
         self._plan: OpenPlan | None = None
         self._asking: set[Channel] = set()
-        self._channel = self._connect()
+        # For the pacing monitor: what the feeder waits for now.
+        self.waits_for = ""
+        self.reconnecting = False
+        self._private = False
+        self._pacing: Channel | None = None
+        self._channel = self._first_connection()
         reply, (fd,) = self._request(request, DatasetReply)
         try:
             table = pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{fd}")).read_all()
@@ -111,7 +121,8 @@ class StagerSession:
         return int(self._sizes_bytes[self._objects[shard]])
 
     def open_plan(self, shards: Sequence[int], window: int) -> None:
-        plan = OpenPlan(self.dataset.id, [int(self._objects[shard]) for shard in shards], window)
+        objects = [int(self._objects[shard]) for shard in shards]
+        plan = OpenPlan(self.dataset.id, objects, window, secrets.token_hex(8))
         self._request(plan, Done)
         self._plan = plan
 
@@ -120,9 +131,33 @@ class StagerSession:
 
         `position` is its place in the plan.
         """
-        if position is not None:
-            self.advance(position)
-        return self._retrying(lambda: self._lease(shard))
+        self.waits_for = self._name_of(shard)
+        try:
+            if position is not None:
+                self.advance(position)
+            return self._retrying(lambda: self._lease(shard))
+        finally:
+            self.waits_for = ""
+
+    def pace(self, message: Pace) -> Runway:
+        """Of one thread, by a connection of its own: nobody waits for pacing, and it for nobody.
+
+        Raises DaemonUnavailable, WaitTimeout.
+        """
+        try:
+            if self._pacing is None:
+                self._pacing = self._connect()
+            plan = self._plan.name if self._plan else ""
+            named = msgspec.structs.replace(message, plan=plan)
+            return self._pacing.request(named, expect=Runway, timeout_s=_PACE_S)[0]
+        except ForebayError:
+            if self._pacing:
+                self._pacing.close()
+            self._pacing = None
+            raise
+
+    def _name_of(self, shard: int) -> str:
+        return f"{self.dataset.url}/{self._keys[int(self._objects[shard])].as_py()}"
 
     def advance(self, position: int) -> None:
         """What lies before that place in the plan is past."""
@@ -199,8 +234,9 @@ class StagerSession:
     def close(self) -> None:
         self._closed.set()
         self._channel.close()
-        for lease in list(self._asking):
-            lease.close()
+        for lease in (*self._asking, self._pacing):
+            if lease:
+                lease.close()
 
     def __enter__(self) -> StagerSession:
         return self
@@ -221,11 +257,18 @@ class StagerSession:
             publish = PublishIndex(self.dataset.id, number, index.samples, index.payload, signature)
             self._request(publish, Done)
 
-    def _connect(self) -> Channel:
+    def _first_connection(self) -> Channel:
         try:
-            return Channel.connect(self._settings.stager_socket, "loader")
+            return self._connect()
         except DaemonUnavailable:
+            self._private = True
+            return self._connect()
+
+    def _connect(self) -> Channel:
+        """To the stagerd of the first time: one that restarts is waited for, not gone without."""
+        if self._private:
             return connect_private(self._cache_dir)
+        return Channel.connect(self._settings.stager_socket, "loader")
 
     def _request(self, message: Message, expect: type[M], timeout_s: float = 120.0) -> tuple[M, list[int]]:
         return self._retrying(lambda: self._channel.request(message, expect=expect, timeout_s=timeout_s))
@@ -249,6 +292,7 @@ class StagerSession:
                 return
             log.warning("stagerd went away, connecting again: %s", cause)
             broken.close()
+            self.reconnecting = True
             while True:
                 try:
                     self._channel = self._connect()
@@ -256,6 +300,7 @@ class StagerSession:
                 except DaemonUnavailable:
                     if time.monotonic() > deadline or self._closed.wait(_RECONNECT_PAUSE_S):
                         raise
+            self.reconnecting = False
             if self._plan:
                 self._channel.request(self._plan, expect=Done)
 

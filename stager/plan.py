@@ -30,7 +30,9 @@ class Plan:
         order: Sequence[int] | npt.NDArray[np.int64],
         window: int = 1,
         tenant: str = "",
+        name: str = "",
     ) -> None:
+        self.name = name
         self.manifest = manifest
         self.tenant = tenant
         self.demand = DemandMeter()
@@ -39,6 +41,8 @@ class Plan:
         self.position = 0
         # Up to where lookahead has found everything fetched, or being fetched.
         self.cursor = 0
+        # While other nodes need the source more: no further ahead than this.
+        self.keep_bytes: int | None = None
         if len(self.order) and not 0 <= self.order.min() <= self.order.max() < len(manifest):
             raise InvalidRequest(
                 f"a plan names shards that {manifest.url} has not (0 to {len(manifest) - 1})"
@@ -119,6 +123,9 @@ class PlanBook:
 
     def of(self, owner: int) -> Plan | None:
         return self._plans.get(owner)
+
+    def named(self, name: str) -> Plan | None:
+        return next((plan for plan in self._plans.values() if name and plan.name == name), None)
 
     def items(self) -> list[tuple[int, Plan]]:
         return list(self._plans.items())

@@ -19,6 +19,7 @@ from forebay.core import metrics
 from forebay.core.config import Settings
 from forebay.core.errors import Cancelled, ForebayError, TierFull
 from forebay.core.failpoint import failpoint
+from forebay.core.protocol import Runway
 from forebay.core.units import format_bytes
 from forebay.stager.bulk import BulkStream
 from forebay.stager.hot import HotTier
@@ -236,11 +237,28 @@ class Scheduler:
     def _ahead_in(self, plan: Plan) -> tuple[float, Plan, int, Shard] | None:
         if not plan.window:
             return None
-        for place, shard in plan.ahead(self._lookahead_bytes, plan.cursor):
+        for place, shard in plan.ahead(self._reach_bytes(plan), plan.cursor):
             plan.cursor = place
             if shard.id not in self._wants and shard.id not in self._failed and shard.id not in self._hot:
                 return time.monotonic() + plan.bytes_until(place) / plan.demand.rate_bps, plan, place, shard
         return None
+
+    def _reach_bytes(self, plan: Plan) -> int:
+        return (
+            self._lookahead_bytes if plan.keep_bytes is None else min(plan.keep_bytes, self._lookahead_bytes)
+        )
+
+    def runway(self, plan: Plan) -> Runway:
+        """What lies ahead of that plan without a gap."""
+        ahead_bytes = 0
+        for _, shard in plan.ahead(self._reach_bytes(plan)):
+            if shard.id not in self._hot:
+                want = self._wants.get(shard.id)
+                tier = "warm" if self._sources.warm else "cold"
+                waits = want is None or not want.fetching
+                return Runway(ahead_bytes, False, shard.name, "waits" if waits else tier)
+            ahead_bytes += shard.size_bytes
+        return Runway(ahead_bytes, True)
 
     def _next_of_streams(self) -> list[_Want]:
         """From the job that has had least for its priority, or whose deadline is near."""

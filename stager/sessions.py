@@ -47,11 +47,14 @@ from forebay.core.protocol import (
     NeedShard,
     OpenDataset,
     OpenPlan,
+    Pace,
     PinReply,
     PublishIndex,
+    RankReport,
     Register,
     ReleaseShard,
     RetryJob,
+    Runway,
     ShardReady,
     Stage,
     StagerStatus,
@@ -97,6 +100,8 @@ class Stager:
     status: Callable[[int], StagerStatus]
     live: int = 0
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    # What the ranks of this node told last, by session.
+    ranks: dict[int, RankReport] = field(default_factory=dict)
     _listing: dict[str, anyio.Lock] = field(default_factory=dict)
 
     @asynccontextmanager
@@ -139,6 +144,7 @@ class Session:
             ListDatasets: self._list_datasets,
             OpenPlan: self._open_plan,
             Advance: self._advance,
+            Pace: self._pace,
             NeedShard: self._need_shard,
             ReleaseShard: self._release_shard,
             PublishIndex: self._publish_index,
@@ -171,6 +177,7 @@ class Session:
                 self._stager.hot.release(object_id)
         self._leases.clear()
         self._stager.plans.drop(self._number)
+        self._stager.ranks.pop(self._number, None)
         self._stager.claims.drop(self._number)
         self._stager.scheduler.poke()
 
@@ -194,7 +201,7 @@ class Session:
     async def _open_plan(self, request: OpenPlan) -> Reply:
         dataset = self._stager.registry.find(request.dataset_id)
         manifest = self._stager.registry.manifest(dataset.id)
-        plan = Plan(manifest, request.shards, request.window, dataset.tenant)
+        plan = Plan(manifest, request.shards, request.window, dataset.tenant, request.name)
         need_bytes = self._stager.plans.working_set_bytes(self._number, plan)
         capacity_bytes = self._stager.hot.capacity_bytes
         if need_bytes > capacity_bytes:
@@ -212,6 +219,17 @@ class Session:
                 self._stager.hot.used(plan.manifest.shard(number).id)
             self._stager.scheduler.poke()
         return Done(), ()
+
+    async def _pace(self, request: Pace) -> Reply:
+        self._stager.ranks[self._number] = request.report
+        plan = self._stager.plans.named(request.plan)
+        if plan is None:
+            return Runway(0, True), ()
+        if plan.keep_bytes != request.keep_bytes:
+            plan.keep_bytes = request.keep_bytes
+            plan.cursor = plan.position
+            self._stager.scheduler.poke()
+        return self._stager.scheduler.runway(plan), ()
 
     async def _need_shard(self, request: NeedShard) -> Reply:
         dataset = self._stager.registry.find(request.dataset_id)

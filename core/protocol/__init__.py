@@ -18,6 +18,7 @@ from forebay.core.protocol.checkpoints import *
 from forebay.core.protocol.message import *
 from forebay.core.protocol.message import VERSION as VERSION
 from forebay.core.protocol.message import Message as Message
+from forebay.core.protocol.pacing import *
 from forebay.core.protocol.staging import *
 
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(

@@ -63,11 +63,13 @@ class OpenPlan(Message, tag="open_plan", frozen=True):
     """What this session will read: shard numbers in order of first use -> Done.
 
     `window` is how many consecutive entries it holds open at once. Replaces an earlier plan.
+    `name` is what other connections call it by.
     """
 
     dataset_id: str
     shards: list[int]
     window: int
+    name: str = ""
 
 
 class Advance(Message, tag="advance", frozen=True):

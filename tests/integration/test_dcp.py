@@ -57,7 +57,8 @@ dist.destroy_process_group()
 """
 
 
-def torchrun(ranks: int, script: str, *args: str) -> None:
+def torchrun(ranks: int, script: str, *args: str) -> str:
+    """What the ranks said on stderr."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     command += [
         "--master-addr=127.0.0.1",
@@ -67,6 +68,7 @@ def torchrun(ranks: int, script: str, *args: str) -> None:
     ]
     run = subprocess.run([*command, *args], capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 0, run.stderr[-9000:]
+    return run.stderr
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 1), (1, 2)])
