@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forebay.api import checkpoints, jobs, pins, render, staging
+from forebay.api import checkpoints, index, jobs, pins, render, staging
 from forebay.core import service
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError, root_cause
@@ -24,6 +24,7 @@ app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(config, name="config")
 app.add_typer(jobs.app, name="jobs")
 app.command()(staging.stage)
+app.command()(index.index)
 app.command()(pins.pin)
 app.command()(pins.unpin)
 app.command()(pins.evict)

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import torch.distributed
 
 from forebay.core.errors import DatasetNotFound, InvalidRequest, StateMismatch
+from forebay.core.units import format_bytes
 from forebay.loaders.assemble import Assembler, Collate, EpochRun, Ready
 from forebay.loaders.dataset import StagedDataset
 from forebay.loaders.order import Cursor, Order
@@ -58,6 +59,7 @@ class DataLoader:
     prefetch: batches ready or under way, more while the training has to wait; max_ready_bytes: how much
         memory they may take together (one batch always may).
     pacing: how the ranks are watched, and when an alarm is raised; None for no watch at all.
+    explain: print what a pass will do (`explain()`).
 
     After each whole pass the epoch goes up by one; `set_epoch` sets it. `state_dict()` describes the
     position behind the batch last yielded.
@@ -79,6 +81,7 @@ class DataLoader:
         max_ready_bytes: int = 1 << 30,
         collate_fn: Collate | None = None,
         pacing: Pacing | None = Pacing(),  # noqa: B008 - frozen
+        explain: bool = False,
     ) -> None:
         self.dataset = dataset
         self.batch_size = _at_least_one(batch_size, "batch_size")
@@ -104,6 +107,8 @@ class DataLoader:
         )
         self._batches: int | None = None
         self._number = next(_numbers)
+        if explain:
+            print(self.explain())
 
     def __iter__(self) -> Iterator[Any]:
         start = self._cursor if self._resuming else Cursor()
@@ -152,6 +157,26 @@ class DataLoader:
                 total, self.batch_size * self.world_size, drop_last=self._drop_last
             )
         return self._batches
+
+    def explain(self) -> str:
+        """What a pass over this loader will do, in words; it reads nothing."""
+        info, order = self._dataset_info, self._order
+        window = min(2 * order.block_shards, order.shards)
+        open_bytes = min(window * info.largest_bytes, info.size_bytes)
+        lines = [
+            f"{info.url} as {self.dataset.format.signature}: {order.shards} shards, "
+            f"{format_bytes(info.size_bytes)}, the largest {format_bytes(info.largest_bytes)}",
+            f"order: seed {order.seed}, epoch {self._epoch}, samples of {order.block_shards} shards mixed"
+            if order.shuffle
+            else "order: as the source lists them",
+            f"rank {self.rank} of {self.world_size}: {self.batch_size} samples a batch, "
+            f"{self.batch_size * self.world_size} together"
+            + (f", {self._batches} batches an epoch" if self._batches is not None else ""),
+            f"open at once: up to {window} shards, {format_bytes(open_bytes)}",
+            f"ready: {self._prefetch} batches or more, up to {format_bytes(self._max_ready_bytes)}, "
+            f"made by {self._num_threads} threads",
+        ]
+        return "\n".join(lines)
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next pass. Naming the epoch that a loaded state is in keeps its position."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +164,34 @@ def test_a_folder_of_images_by_every_number_of_ranks(node: Node, place: Path):
     assert node.stager().leased_bytes == 0
     files = DataLoader(StagedDataset(str(place), fields=("file",), format="folder"), 7)
     assert len(files) == 5
+
+
+def test_what_a_pass_will_do_is_said_before(node: Node, place: Path, capsys: pytest.CaptureFixture[str]):
+    for shard in range(3):
+        (place / f"{shard}.tar").write_bytes(shard_bytes(shard, 4))
+    node.start()
+    dataset = StagedDataset(str(place), fields=("id",))
+    loader = DataLoader(dataset, 4, shuffle=True, shuffle_block=2, rank=1, world_size=2, explain=True)
+    said = capsys.readouterr().out
+    assert "webdataset:first:raise: 3 shards" in said and "up to 3 shards" in said
+    assert "rank 1 of 2: 4 samples a batch, 8 together" in said and "samples of 2 shards mixed" in said
+    assert len(loader) == 2 and "2 batches an epoch" in loader.explain()
+
+
+def test_indexed_ahead_by_the_command(node: Node, place: Path):
+    for shard in range(3):
+        (place / f"{shard}.tar").write_bytes(shard_bytes(shard, 4))
+    node.start()
+    command = [str(Path(sys.executable).with_name("forebay")), "index", str(place), "--json"]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    assert (found["shards"], found["samples"]) == (3, 12)
+    fetches = node.stager().fetches
+    assert len(DataLoader(StagedDataset(str(place), fields=("id",)), 4)) == 3
+    assert node.stager().fetches == fetches == 3
+    wrong = subprocess.run(
+        [*command[:3], "--format", "csv"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert wrong.returncode == 1 and "unknown format" in wrong.stderr
 
 
 def test_one_shard_cut_into_samples_in_two_ways(node: Node, place: Path):
