@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -116,6 +117,18 @@ class StagerSession:
     @property
     def shards(self) -> int:
         return len(self._objects)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        keys: list[str] = self._keys.take(pa.array(self._objects)).to_pylist()
+        return keys
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {key: number for number, key in enumerate(self.keys)}
+
+    def number_of(self, key: str) -> int | None:
+        return self._numbers.get(key)
 
     def size_bytes(self, shard: int) -> int:
         return int(self._sizes_bytes[self._objects[shard]])
