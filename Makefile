@@ -22,8 +22,9 @@ $(VIEW): .venv/.ready
 demo: setup
 	.venv/bin/forebay demo
 
+# Each test has ports and folders of its own, each worker an S3 server.
 test: setup
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: setup types
 	.venv/bin/ruff check .

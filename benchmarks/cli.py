@@ -24,17 +24,15 @@ def checkpoint(json: JsonFile = None, saves: int = 200) -> None:
 @app.command()
 def loader(
     json: JsonFile = None,
-    shards: int = 16,
-    samples: int = 256,
-    sample_bytes: int = 100_000,
+    scale: Annotated[float, typer.Option(help="Share of the usual number of samples.")] = 1.0,
     batch_size: int = 64,
     workers: int = 2,
     seed: Seed = 0,
 ) -> None:
-    """Samples per second from staged tars, beside webdataset."""
+    """Samples per second from staged shards, beside webdataset and torch's own loader."""
     from forebay.benchmarks.loader import bench
 
-    bench(shards, samples, sample_bytes, batch_size, workers, seed).publish(json)
+    bench(scale, batch_size, workers, seed).publish(json)
 
 
 @app.command()
