@@ -27,12 +27,10 @@ _EPOCHS = 5
 
 def bench(scale: float, batch_size: int, workers: int, seed: int) -> Report:
     """All read whole epochs, hot, from the page cache, in turns; medians without the first epoch."""
-    cases = [_case(load, batch_size, workers, seed) for load in loads(scale)]
-    undecoded = [
-        case.figures["ratio"] for case, load in zip(cases, loads(scale), strict=True) if not load.is_image
-    ]
+    found = [(load, _case(load, batch_size, workers, seed)) for load in loads(scale)]
+    cases = [case for _, case in found]
     figures = {
-        "ratio_undecoded": min(undecoded),
+        "ratio_undecoded": min(case.figures["ratio"] for load, case in found if not load.is_image),
         "ratio_vs_best_peer": min(case.figures["ratio"] for case in cases),
         "floor_ratio": min(case.figures["floor_ratio"] for case in cases),
     }
