@@ -9,6 +9,7 @@ for images, labels in DataLoader(dataset, batch_size=64, shuffle=True, seed=1):
 
 from forebay.loaders.collate import Padded, Ragged
 from forebay.loaders.dataset import StagedDataset
+from forebay.loaders.device import DevicePrefetcher
 from forebay.loaders.loader import DataLoader
 
-__all__ = ["DataLoader", "Padded", "Ragged", "StagedDataset"]
+__all__ = ["DataLoader", "DevicePrefetcher", "Padded", "Ragged", "StagedDataset"]
