@@ -24,7 +24,8 @@ demo: setup
 
 # Each test has ports and folders of its own, each worker an S3 server.
 test: setup
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not alone"
+	$(PY) -m pytest -m alone
 
 lint: setup types
 	.venv/bin/ruff check .

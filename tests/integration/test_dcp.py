@@ -35,6 +35,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from forebay.checkpointd import ForebayReader, ForebayWriter
+
+# Ranks that share two cores with other tests are no ranks.
+pytestmark = pytest.mark.alone
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 whole = torch.arange(70.0).reshape(10, 7)

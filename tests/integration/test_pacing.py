@@ -24,6 +24,9 @@ import logging, sys, threading, time
 import torch.distributed as dist
 from forebay.loaders import DataLoader, StagedDataset
 from forebay.loaders.pacing import Pacing
+
+# Ranks that share two cores with other tests are no ranks.
+pytestmark = pytest.mark.alone
 logging.basicConfig(level=logging.INFO)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
