@@ -18,6 +18,9 @@ from forebay.benchmarks.seaweed import S3Server, free_ports
 from forebay.checkpointd import Checkpointer, ForebayReader
 from tests.conftest import Node
 
+# Ranks that share two cores with other tests are no ranks.
+pytestmark = pytest.mark.alone
+
 RANKED = """
 import os, sys
 import torch, torch.distributed as dist
@@ -35,9 +38,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from forebay.checkpointd import ForebayReader, ForebayWriter
-
-# Ranks that share two cores with other tests are no ranks.
-pytestmark = pytest.mark.alone
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 whole = torch.arange(70.0).reshape(10, 7)

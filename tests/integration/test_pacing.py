@@ -17,6 +17,9 @@ from forebay.loaders.pacing import Pacing
 from tests.conftest import Node, eventually
 from tests.integration.test_dcp import torchrun
 
+# Ranks that share two cores with other tests are no ranks.
+pytestmark = pytest.mark.alone
+
 MakeDataset = Callable[[list[int], int], str]
 
 RANKS = """
@@ -24,9 +27,6 @@ import logging, sys, threading, time
 import torch.distributed as dist
 from forebay.loaders import DataLoader, StagedDataset
 from forebay.loaders.pacing import Pacing
-
-# Ranks that share two cores with other tests are no ranks.
-pytestmark = pytest.mark.alone
 logging.basicConfig(level=logging.INFO)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
