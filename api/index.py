@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from forebay.api import render
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+from forebay.api.staging import AsJson
 
 
 def index(
@@ -33,6 +32,6 @@ def index(
         name = session.dataset.name
     found = {"dataset": name, "format": format, "shards": len(counts), "samples": sum(counts)}
     if json:
-        render.out.print_json(data=found)
+        render.print_json(found)
     else:
         render.out.print(f"{name}: {found['samples']} samples in {found['shards']} shards")

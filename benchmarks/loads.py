@@ -60,9 +60,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
 
 def _tars(samples: int, sample_bytes: int) -> Callable[[Path, random.Random], None]:
     def write(folder: Path, noise: random.Random) -> None:
-        for shard in range(_SHARDS):
-            names = [f"{shard:05d}-{number:06d}.bin" for number in range(samples // _SHARDS)]
-            write_tar(folder / f"{shard:05d}.tar", [(name, noise.randbytes(sample_bytes)) for name in names])
+        _write_shards(folder, samples, "bin", lambda: noise.randbytes(sample_bytes))
 
     return write
 
@@ -77,11 +75,15 @@ def _jpegs(samples: int) -> Callable[[Path, random.Random], None]:
             to = io.BytesIO()
             Image.fromarray(rough).resize((500, 375)).save(to, "JPEG", quality=90)
             pictures.append(to.getvalue())
-        for shard in range(_SHARDS):
-            names = [f"{shard:05d}-{number:06d}.jpg" for number in range(samples // _SHARDS)]
-            write_tar(folder / f"{shard:05d}.tar", [(name, noise.choice(pictures)) for name in names])
+        _write_shards(folder, samples, "jpg", lambda: noise.choice(pictures))
 
     return write
+
+
+def _write_shards(folder: Path, samples: int, field: str, sample: Callable[[], bytes]) -> None:
+    for shard in range(_SHARDS):
+        names = [f"{shard:05d}-{number:06d}.{field}" for number in range(samples // _SHARDS)]
+        write_tar(folder / f"{shard:05d}.tar", [(name, sample()) for name in names])
 
 
 def _ids(windows: int) -> Callable[[Path, random.Random], None]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.core.protocol import Pace, Runway
+from forebay.core.protocol import Runway
 from forebay.loaders.dataset import StagedDataset
 from forebay.loaders.order import Cursor, GlobalBatch, Ints, Order, slice_for_rank
 from forebay.loaders.pacing.monitor import Held
@@ -126,13 +126,13 @@ class Assembler:
         """For the pacing monitor."""
         shard = self._session.waits_for
         if self._next and not self._next.batch.done() and not (self._single and shard):
-            return Held(len(self._ready), "decoding")
+            return Held("decoding")
         if self._session.reconnecting:
-            return Held(len(self._ready), "network")
-        return Held(len(self._ready), "storage" if shard else "", shard)
+            return Held("network")
+        return Held("storage" if shard else "", shard)
 
-    def pace(self, message: Pace) -> Runway:
-        return self._session.pace(message)
+    def pace(self, keep_bytes: int | None) -> Runway:
+        return self._session.pace(keep_bytes)
 
     def close(self) -> None:
         self._ready.close()

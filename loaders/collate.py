@@ -29,7 +29,7 @@ class Padded:
     value: float = 0.0
 
     def __call__(self, samples: Sequence[Sample]) -> Sample:
-        return tuple(self._column(collate_column(values)) for values in zip(*samples, strict=True))
+        return tuple(self._column(column) for column in collate(samples))
 
     def _column(self, values: Any) -> Any:
         if not _are_tensors(values):
@@ -47,7 +47,7 @@ class Ragged:
     """
 
     def __call__(self, samples: Sequence[Sample]) -> Sample:
-        return tuple(self._column(collate_column(values)) for values in zip(*samples, strict=True))
+        return tuple(self._column(column) for column in collate(samples))
 
     def _column(self, values: Any) -> Any:
         if not _are_tensors(values):

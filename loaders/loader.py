@@ -130,7 +130,7 @@ class DataLoader:
                 if self._pacing:
                     place = Place(self._job, self.rank, self.world_size)
                     watch = Monitor(self._pacing, self._meter, assembler, place, self.stats.looked)
-                    ends.enter_context(watch).gate()
+                    ends.enter_context(watch)
                 yield from self._take(assembler, queue)
         self._epoch, self._cursor = epoch + 1, Cursor()
 

@@ -70,9 +70,6 @@ class ReadyQueue(Generic[T]):
             self._closed = True
             self._changed.notify_all()
 
-    def __len__(self) -> int:
-        return len(self._items)
-
     def _room(self) -> int:
         if not self._batch_bytes:
             return self._least

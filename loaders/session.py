@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -152,7 +151,7 @@ class StagerSession:
         finally:
             self.waits_for = ""
 
-    def pace(self, message: Pace) -> Runway:
+    def pace(self, keep_bytes: int | None) -> Runway:
         """Of one thread, by a connection of its own: nobody waits for pacing, and it for nobody.
 
         Raises DaemonUnavailable, WaitTimeout.
@@ -161,8 +160,7 @@ class StagerSession:
             if self._pacing is None:
                 self._pacing = self._connect()
             plan = self._plan.name if self._plan else ""
-            named = msgspec.structs.replace(message, plan=plan)
-            return self._pacing.request(named, expect=Runway, timeout_s=_PACE_S)[0]
+            return self._pacing.request(Pace(plan, keep_bytes), expect=Runway, timeout_s=_PACE_S)[0]
         except ForebayError:
             if self._pacing:
                 self._pacing.close()

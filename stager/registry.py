@@ -97,15 +97,19 @@ class Registry:
 
     def samples(self, object_id: str, index: str) -> int:
         """Samples in that shard, cut in that way; -1 when nobody has counted them."""
-        row = self._journal.row(
-            "SELECT samples FROM sample_counts WHERE object_id=? AND cut=?", object_id, index
-        )
-        return row["samples"] if row and self._index_path(object_id, index).is_file() else -1
+        counted = self._counted(object_id, index)
+        return -1 if counted is None or not self._index_path(object_id, index).is_file() else counted
 
     def open_index(self, object_id: str, index: str) -> int | None:
         """A descriptor of the index, None when there is none."""
-        if self.samples(object_id, index) < 0:
+        if self._counted(object_id, index) is None:
             return None
         with suppress(FileNotFoundError):
             return os.open(self._index_path(object_id, index), os.O_RDONLY | os.O_CLOEXEC)
         return None
+
+    def _counted(self, object_id: str, index: str) -> int | None:
+        row = self._journal.row(
+            "SELECT samples FROM sample_counts WHERE object_id=? AND cut=?", object_id, index
+        )
+        return row["samples"] if row else None

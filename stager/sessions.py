@@ -50,7 +50,6 @@ from forebay.core.protocol import (
     Pace,
     PinReply,
     PublishIndex,
-    RankReport,
     Register,
     ReleaseShard,
     RetryJob,
@@ -100,8 +99,6 @@ class Stager:
     status: Callable[[int], StagerStatus]
     live: int = 0
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    # What the ranks of this node told last, by session.
-    ranks: dict[int, RankReport] = field(default_factory=dict)
     _listing: dict[str, anyio.Lock] = field(default_factory=dict)
 
     @asynccontextmanager
@@ -177,7 +174,6 @@ class Session:
                 self._stager.hot.release(object_id)
         self._leases.clear()
         self._stager.plans.drop(self._number)
-        self._stager.ranks.pop(self._number, None)
         self._stager.claims.drop(self._number)
         self._stager.scheduler.poke()
 
@@ -221,7 +217,6 @@ class Session:
         return Done(), ()
 
     async def _pace(self, request: Pace) -> Reply:
-        self._stager.ranks[self._number] = request.report
         plan = self._stager.plans.named(request.plan)
         if plan is None:
             return Runway(0, True), ()

@@ -79,7 +79,7 @@ class Rows(NoSpans):
         return int(self._table.num_rows)
 
     def key(self, sample: int) -> str:
-        return f"{self.file.base_name}:{sample}"
+        return self.file.numbered(sample)
 
     def value(self, sample: int, field: str) -> Any:
         return self._column(field)[sample]

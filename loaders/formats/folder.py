@@ -24,10 +24,6 @@ class Folder(Format):
     single: ClassVar[bool] = True
     classes: tuple[str, ...] = ()
 
-    @property
-    def signature(self) -> str:
-        return self.name
-
     def index(self, file: ShardFile) -> Index:
         return Index(1)
 

@@ -40,6 +40,10 @@ class ShardFile:
     def base_name(self) -> str:
         return self.name.rpartition("/")[2]
 
+    def numbered(self, sample: int) -> str:
+        """The key of a sample that has no name of its own."""
+        return f"{self.base_name}:{sample}"
+
 
 class BinaryView(io.RawIOBase, BinaryIO):
     """A shard as a file object, for libraries that want one; nothing is copied before it is read."""

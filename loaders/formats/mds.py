@@ -90,7 +90,7 @@ class _Shard(NoRows):
         return len(self._offsets) - 1
 
     def key(self, sample: int) -> str:
-        return f"{self.file.base_name}:{sample}"
+        return self.file.numbered(sample)
 
     def value(self, sample: int, field: str) -> Any:
         number = self._number(field)

@@ -40,7 +40,7 @@ class TFRecord(Format):
     def index(self, file: ShardFile) -> Index:
         builder = IndexBuilder()
         for offset, size_bytes in _records(file):
-            builder.begin_sample(f"{file.base_name}:{len(builder.keys)}")
+            builder.begin_sample(file.numbered(len(builder.keys)))
             builder.add(RECORD, offset, size_bytes)
             for name, start, end in _features(file.view[offset : offset + size_bytes]):
                 builder.add(name, offset + start, end - start)

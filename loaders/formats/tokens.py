@@ -50,12 +50,9 @@ class Tokens(Format):
         return f"{self.name}:{self.length}:{self.extra}:{self.dtype}"
 
     def index(self, file: ShardFile) -> Index:
-        return Index(len(self._open(file)))
+        return Index(len(self.open(file, b"", ())))
 
     def open(self, file: ShardFile, index: bytes, fields: Sequence[str]) -> Windows:
-        return self._open(file)
-
-    def _open(self, file: ShardFile) -> Windows:
         ids = _npy(file) if ".npy" in file.base_name else _ids(file, np.dtype(self.dtype))
         return Windows(file, ids, self.length, self.extra)
 
@@ -109,7 +106,7 @@ class Windows(NoSpans):
         return len(self._windows)
 
     def key(self, sample: int) -> str:
-        return f"{self.file.base_name}:{sample}"
+        return self.file.numbered(sample)
 
     def value(self, sample: int, field: str) -> Any:
         return self.rows(field)[sample]
@@ -132,7 +129,7 @@ class Sequences(NoSpans):
         return len(self._sizes)
 
     def key(self, sample: int) -> str:
-        return f"{self.file.base_name}:{sample}"
+        return self.file.numbered(sample)
 
     def value(self, sample: int, field: str) -> npt.NDArray[Any]:
         _only_tokens(field, self.file)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from forebay.core.protocol import RankReport
 from forebay.loaders.pacing.lockstep import Lockstep
+from forebay.loaders.pacing.report import RankReport
 
 _VERDICT = "verdict"
 

@@ -12,10 +12,11 @@ from types import TracebackType
 from typing import Protocol
 
 from forebay.core.errors import ForebayError, InvalidRequest
-from forebay.core.protocol import Cause, Pace, RankReport, Runway
+from forebay.core.protocol import Runway
 from forebay.loaders.pacing.board import Board, job_store
 from forebay.loaders.pacing.lockstep import LONGEST_RUNWAY_S, Lockstep, alarm_of, judge
 from forebay.loaders.pacing.meter import StepMeter
+from forebay.loaders.pacing.report import Cause, RankReport
 
 log = logging.getLogger("forebay.loaders")
 
@@ -46,9 +47,8 @@ class Pacing:
 
 @dataclass(frozen=True)
 class Held:
-    """What the assembler says of itself: batches ready, and what the one that is next waits for."""
+    """What the batch that is next waits for."""
 
-    ready: int
     cause: Cause = ""
     shard: str = ""
 
@@ -67,11 +67,11 @@ class Fed(Protocol):
 
     def held(self) -> Held: ...
 
-    def pace(self, message: Pace) -> Runway: ...
+    def pace(self, keep_bytes: int | None) -> Runway: ...
 
 
 class Monitor:
-    """Of one pass over a loader. As a context manager: its thread ends with it."""
+    """Of one pass over a loader; a context manager, entered when the gate opens. Its thread ends with it."""
 
     def __init__(
         self,
@@ -102,6 +102,7 @@ class Monitor:
             self._board = Board(found.store, self._job, self._world_size)
             if self._pacing.alarm_s is None:
                 self._alarm_s = found.timeout_s / 3
+        self._gate()
         self._thread.start()
         return self
 
@@ -111,7 +112,7 @@ class Monitor:
         self._stop.set()
         self._thread.join()
 
-    def gate(self) -> None:
+    def _gate(self) -> None:
         """Until all ranks have runway, or the time is up, which is said."""
         if not self._pacing.gate_s:
             return
@@ -148,7 +149,7 @@ class Monitor:
     def _runway(self, keep_bytes: int | None) -> Runway | None:
         """None when stagerd does not answer: what the rank itself knows is told all the same."""
         try:
-            return self._fed.pace(Pace(self._report(None), keep_bytes))
+            return self._fed.pace(keep_bytes)
         except ForebayError as err:
             self._warn(err)
             return None
@@ -186,8 +187,8 @@ class Monitor:
         measured, held = self._meter.measured(), self._fed.held()
         waiting = measured.waiting_s > 0
         return RankReport(
-            self._job, self._rank, self._world_size, self._node, measured.step, measured.wait_s,
-            measured.busy_s, measured.bytes, measured.demand_bps, held.ready,
+            self._rank, self._node, measured.step, measured.wait_s, measured.busy_s, measured.bytes,
+            measured.demand_bps,
             self._runway_s(runway) if runway else LONGEST_RUNWAY_S, measured.waiting_s,
             held.cause if waiting else "", (runway.shard if runway else "") or held.shard,
             runway.tier if runway else "", measured.waits_s,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from forebay.core.protocol import Pace, RankReport
 from forebay.loaders import DataLoader, StagedDataset
 from forebay.loaders.pacing import Pacing
 from tests.conftest import Node, eventually
@@ -101,12 +100,11 @@ def test_a_node_gives_way_as_it_is_told(node: Node, make_dataset: MakeDataset):
     node.start()
     dataset = StagedDataset(url, fields=("__key__",))
     with dataset.open_session() as session:
-        report = RankReport("job", 0, 1, "here", 1, 0.0, 0.0, 0, 0.0, 0, 0.0)
-        first = session.pace(Pace(report, keep_bytes=0))
+        first = session.pace(0)
         assert first.ahead_bytes == 0
         session.open_plan(range(30), 2)
         # What came before the word stays; what counts as ahead, and is fetched, ends there.
-        assert eventually(lambda: session.pace(Pace(report, keep_bytes=50_000)).ends)
-        assert session.pace(Pace(report, keep_bytes=50_000)).ahead_bytes < 100_000
-        assert eventually(lambda: session.pace(Pace(report)).ends and node.stager().shards == 30)
-        assert session.pace(Pace(report)).ahead_bytes > 500_000
+        assert eventually(lambda: session.pace(50_000).ends)
+        assert session.pace(50_000).ahead_bytes < 100_000
+        assert eventually(lambda: session.pace(None).ends and node.stager().shards == 30)
+        assert session.pace(None).ahead_bytes > 500_000

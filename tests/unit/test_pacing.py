@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from forebay.core.errors import InvalidRequest
-from forebay.core.protocol import RankReport
 from forebay.loaders.pacing import Pacing
 from forebay.loaders.pacing.lockstep import Lockstep, alarm_of, judge, skews_of
 from forebay.loaders.pacing.meter import StepMeter
+from forebay.loaders.pacing.report import RankReport
 from forebay.loaders.ready import ReadyQueue, size_of
 
 
 def report(rank: int, **values: object) -> RankReport:
     known: dict[str, object] = {
-        "job": "j", "rank": rank, "world_size": 2, "node": f"n{rank}", "step": 100, "wait_s": 0.0,
-        "busy_s": 10.0, "bytes": 1000, "demand_bps": 100.0, "ready": 4, "runway_s": 100.0,
+        "rank": rank, "node": f"n{rank}", "step": 100, "wait_s": 0.0,
+        "busy_s": 10.0, "bytes": 1000, "demand_bps": 100.0, "runway_s": 100.0,
     }  # fmt: skip
     return RankReport(**{**known, **values})  # type: ignore[arg-type]
 
