@@ -73,7 +73,7 @@ def _ours(load: Load, files: Path, batch_size: int, workers: int, seed: int) -> 
     else:
         how: Any = decoded if load.is_image else "array"
         dataset = StagedDataset(str(files), fields=(load.field,), decode=how)
-    return DataLoader(dataset, batch_size, shuffle=True, seed=seed, num_threads=workers)
+    return DataLoader(dataset, batch_size, shuffle=True, seed=seed, num_workers=workers)
 
 
 def _count(batches: Iterable[Any]) -> int:

@@ -189,7 +189,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, path: Path) -> None:
         self._sock = sock
-        self._path = path
+        self.path = path
         self._lock = threading.Lock()
         self.daemon_pid = 0
 
@@ -233,11 +233,11 @@ class Channel:
             except TimeoutError as err:
                 self.close()
                 raise WaitTimeout(
-                    f"{self._path} did not answer {type(message).__name__} within {timeout_s:g} s"
+                    f"{self.path} did not answer {type(message).__name__} within {timeout_s:g} s"
                 ) from err
             except OSError as err:
                 self.close()
-                raise DaemonUnavailable(f"the daemon at {self._path} went away ({err})") from err
+                raise DaemonUnavailable(f"the daemon at {self.path} went away ({err})") from err
         if isinstance(reply, Failure):
             raise reply.error()
         if not isinstance(reply, expect):

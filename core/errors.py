@@ -35,6 +35,7 @@
     │   ├── AlreadyRunning        another daemon owns this directory
     │   ├── ProtocolError         a message could not be understood
     │   ├── WaitTimeout           a wait reached its end
+    │   ├── WorkerLost            a loader's process, or the one that made its threads, is gone
     │   └── Cancelled             somebody called it off
     └── CheckpointError
         ├── SaveFailed            an earlier save did not reach its level
@@ -222,6 +223,10 @@ class ProtocolError(DaemonError):
 
 class WaitTimeout(DaemonError):
     code, status = "wait_timeout", 504
+
+
+class WorkerLost(DaemonError):
+    code = "worker_lost"
 
 
 class Cancelled(DaemonError):

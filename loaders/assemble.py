@@ -1,28 +1,27 @@
-"""Batches from mapped shards, by threads, in order.
+"""Batches from mapped shards, in order.
 
-A feeder thread walks the order, opens blocks of shards and hands batches to a pool; the consumer
-takes them in the same order.
+A feeder thread walks the order, opens blocks of shards and hands rows to a pool of threads, which have
+batches made of them; the consumer takes them in the same order.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from forebay.core.protocol import Runway
-from forebay.loaders.dataset import StagedDataset
 from forebay.loaders.order import Cursor, GlobalBatch, Ints, Order, slice_for_rank
 from forebay.loaders.pacing.monitor import Held
 from forebay.loaders.ready import ReadyQueue
 from forebay.loaders.session import MappedShard, StagerSession
+from forebay.loaders.workers import BatchMaker
 
-Collate = Callable[[Sequence[tuple[Any, ...]]], Any]
+_END_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ class Ready:
 class _OpenShards:
     """Shards in use, each released when the feeder and every batch cut from it are done with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, forget: Callable[[list[int]], None]) -> None:
+        self._forget = forget
         self._lock = threading.Lock()
         self._users: dict[int, int] = {}
         self._shards: dict[int, MappedShard] = {}
@@ -73,18 +73,24 @@ class _OpenShards:
 
     def give_back(self, numbers: Iterable[int]) -> None:
         with self._lock:
+            unused = []
             for number in numbers:
                 self._users[number] -= 1
                 if not self._users[number] and number in self._shards:
                     del self._users[number]
-                    self._shards.pop(number).release()
+                    unused.append(number)
+            self._release(unused)
 
     def release_all(self) -> None:
         """What batches under way still read stays mapped without its lease."""
         with self._lock:
-            for shard in self._shards.values():
-                shard.release()
-            self._shards.clear()
+            self._release(list(self._shards))
+
+    def _release(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._shards.pop(number).release()
+        if numbers:
+            self._forget(numbers)
 
 
 class Assembler:
@@ -92,23 +98,23 @@ class Assembler:
 
     def __init__(
         self,
-        dataset: StagedDataset,
+        maker: BatchMaker,
+        single: bool,
         session: StagerSession,
         run: EpochRun,
-        collate: Collate | None,
         num_threads: int,
         ready: ReadyQueue[Ready | BaseException | None],
     ) -> None:
-        self._reader = dataset.reader
-        self._single = dataset.format.single
+        self._maker = maker
+        self._single = single
         self._session = session
         self._run = run
-        self._collate = collate
-        self._open = _OpenShards()
+        self._open = _OpenShards(maker.forget)
         self._fed: set[int] = set()
         self._ready = ready
         self._next: Ready | None = None
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="forebay-assemble")
+        self._under_way: set[Future[Any]] = set()
+        self._pool = ThreadPoolExecutor(num_threads, "forebay-assemble", maker.enter_thread)
         self._feeder = threading.Thread(target=self._feed, name="forebay-feed", daemon=True)
         self._feeder.start()
 
@@ -135,10 +141,15 @@ class Assembler:
         return self._session.pace(keep_bytes)
 
     def close(self) -> None:
+        """What is under way may end by itself, for a while."""
         self._ready.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._session.close()
         self._feeder.join()
+        _, late = wait(list(self._under_way), timeout=_END_S)
+        if late:
+            self._maker.abandon()
+        self._pool.shutdown(wait=not late)
         self._open.release_all()
 
     def _feed(self) -> None:
@@ -179,7 +190,8 @@ class Assembler:
         rows, padded = slice_for_rank(batch.rows, self._run.rank, self._run.world_size)
         if self._single:
             size_bytes = sum(self._session.size_bytes(number) for number in rows[:, 0].tolist())
-            future = self._pool.submit(self._assemble_alone, rows)
+            future = self._pool.submit(self._maker.make, self._session, rows, {})
+            self._follow(future)
             return Ready(future, batch.after, len(rows), padded, size_bytes)
         numbers, counts = np.unique(rows[:, 0], return_counts=True)
         shards = self._open.take(numbers.tolist())
@@ -187,19 +199,11 @@ class Assembler:
             count * self._session.size_bytes(number) // len(shards[number].samples)
             for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
         )
-        future = self._pool.submit(self._assemble, rows, shards)
+        future = self._pool.submit(self._maker.make, self._session, rows, shards)
+        self._follow(future)
         future.add_done_callback(lambda _: self._open.give_back(shards))
         return Ready(future, batch.after, len(rows), padded, size_bytes)
 
-    def _assemble_alone(self, rows: Ints) -> Any:
-        with ExitStack() as leased:
-            shards = {}
-            for number in set(rows[:, 0].tolist()):
-                shards[number] = self._session.need(number)
-                leased.callback(shards[number].release)
-            return self._assemble(rows, shards)
-
-    def _assemble(self, rows: Ints, shards: dict[int, MappedShard]) -> Any:
-        if self._collate is None:
-            return self._reader.batch(rows, shards)
-        return self._collate(self._reader.samples(rows, shards))
+    def _follow(self, future: Future[Any]) -> None:
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)

@@ -14,6 +14,7 @@ from forebay.core.errors import ForebayError
 from forebay.loaders.collate import Sample, collate, collate_column, signed
 from forebay.loaders.decode import Decoder, array, as_it_is, decode_field
 from forebay.loaders.order import Ints
+from forebay.loaders.pool import BatchPool
 from forebay.loaders.session import MappedShard
 
 log = logging.getLogger("forebay.loaders")
@@ -46,11 +47,11 @@ class SampleReader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
 
-    def batch(self, rows: Ints, shards: Shards) -> Sample:
+    def batch(self, rows: Ints, shards: Shards, pool: BatchPool) -> Sample:
         """In columns; the same values as `collate(samples(...))`, without the detour where it pays."""
         if self._transform or self._on_error != "raise":
-            return collate(self.samples(rows, shards))
-        return tuple(self._column(*field, rows, shards) for field in self._decoders)
+            return collate(self.samples(rows, shards), pool)
+        return tuple(self._column(*field, rows, shards, pool) for field in self._decoders)
 
     def samples(self, rows: Ints, shards: Shards) -> list[Sample]:
         """Decoded and transformed. Raises MissingField, FormatError, what the transform raises."""
@@ -88,15 +89,15 @@ class SampleReader:
             said = str(err) if isinstance(err, ForebayError) else "; ".join([repr(err), *_notes(err)])
             log.warning("sample left out (the %d. so far, on_error=%s): %s", number, self._on_error, said)
 
-    def _column(self, field: str, decoder: Decoder, rows: Ints, shards: Shards) -> Any:
+    def _column(self, field: str, decoder: Decoder, rows: Ints, shards: Shards, pool: BatchPool) -> Any:
         gathered = None
         if field != KEY and decoder is array:
-            gathered = _gather_bytes(field, rows, shards)
+            gathered = _gather_bytes(field, rows, shards, pool)
         elif field != KEY and decoder is as_it_is:
-            gathered = _gather_rows(field, rows, shards)
+            gathered = _gather_rows(field, rows, shards, pool)
         if gathered is not None:
             return gathered
-        return collate_column(list(_values(field, decoder, rows, shards)))
+        return collate_column(list(_values(field, decoder, rows, shards)), pool)
 
 
 def _notes(err: Exception) -> list[str]:
@@ -127,7 +128,9 @@ def _value(field: str, decoder: Decoder, shard: MappedShard, sample: int) -> Any
     return decode_field(decoder, value, field, shard.samples.key(sample), shard.name)
 
 
-def _gather_bytes(field: str, rows: Ints, shards: Shards) -> torch.Tensor | list[torch.Tensor] | None:
+def _gather_bytes(
+    field: str, rows: Ints, shards: Shards, pool: BatchPool
+) -> torch.Tensor | list[torch.Tensor] | None:
     """Bytes straight from the mapped shards into the batch: one copy, without the GIL."""
     spans = []
     for number, sample in rows.tolist():
@@ -139,23 +142,24 @@ def _gather_bytes(field: str, rows: Ints, shards: Shards) -> torch.Tensor | list
     sizes = {size_bytes for _, _, size_bytes in spans}
     if len(sizes) != 1:
         return [array(source[offset : offset + size_bytes]) for source, offset, size_bytes in spans]
-    batch = torch.empty((len(spans), sizes.pop()), dtype=torch.uint8)
+    batch = pool.empty((len(spans), sizes.pop()), torch.uint8)
     into = batch.numpy()
     for place, (source, offset, size_bytes) in enumerate(spans):
         into[place] = source[offset : offset + size_bytes]
     return batch
 
 
-def _gather_rows(field: str, rows: Ints, shards: Shards) -> torch.Tensor | None:
+def _gather_rows(field: str, rows: Ints, shards: Shards, pool: BatchPool) -> torch.Tensor | None:
     """Rows of arrays, shard by shard: one copy, which widens what torch cannot hold."""
     arrays = {number: shards[number].samples.rows(field) for number in set(rows[:, 0].tolist())}
     kinds = {None if found is None else (found.dtype, found.shape[1:]) for found in arrays.values()}
     if len(kinds) != 1 or None in kinds:
         return None
     dtype, shape = next(kind for kind in kinds if kind)
-    into = np.empty((len(rows), *shape), dtype=signed(dtype))
+    batch = pool.empty((len(rows), *shape), torch.from_numpy(np.empty(0, signed(dtype))).dtype)
+    into = batch.numpy()
     for number, found in arrays.items():
         places = np.flatnonzero(rows[:, 0] == number)
         assert found is not None
         into[places] = found[rows[places, 1]]
-    return torch.from_numpy(into)
+    return batch

@@ -11,12 +11,14 @@ import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from forebay.loaders.pool import BatchPool
+
 Sample = tuple[Any, ...]
 
 
-def collate(samples: Sequence[Sample]) -> Sample:
+def collate(samples: Sequence[Sample], pool: BatchPool | None = None) -> Sample:
     """Columns of a batch: numbers and arrays of one shape become tensors, the rest stays a list."""
-    return tuple(collate_column(values) for values in zip(*samples, strict=True))
+    return tuple(collate_column(values, pool) for values in zip(*samples, strict=True))
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Ragged:
         return torch.cat(values), lengths.cumsum(0)
 
 
-def collate_column(values: Sequence[Any]) -> Any:
+def collate_column(values: Sequence[Any], pool: BatchPool | None = None) -> Any:
     first = values[0]
     if isinstance(first, bool | int | float):
         return torch.tensor(values)
@@ -66,7 +68,7 @@ def collate_column(values: Sequence[Any]) -> Any:
     if isinstance(first, torch.Tensor) and all(
         value.shape == first.shape and value.dtype == first.dtype for value in values
     ):
-        return torch.stack(list(values))
+        return pool.stack(values) if pool else torch.stack(list(values))
     return list(values)
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch.distributed
 
 from forebay.core.errors import DatasetNotFound, InvalidRequest, StateMismatch
 from forebay.core.units import format_bytes
-from forebay.loaders.assemble import Assembler, Collate, EpochRun, Ready
+from forebay.loaders.assemble import Assembler, EpochRun, Ready
 from forebay.loaders.dataset import StagedDataset
 from forebay.loaders.order import Cursor, Order
 from forebay.loaders.pacing.meter import StepMeter
 from forebay.loaders.pacing.monitor import Monitor, Pacing, Place
+from forebay.loaders.pool import BatchPool
 from forebay.loaders.ready import ReadyQueue, size_of
 from forebay.loaders.session import StagerSession
 from forebay.loaders.stats import LoaderStats
+from forebay.loaders.workers import BatchMaker, Collate, InProcesses, InThreads, Recipe
+
+Workers = Literal["thread", "process", "fork"]
 
 _STATE_VERSION = 2
 # Ranks run one script, so that they count their loaders alike.
@@ -55,7 +60,10 @@ class DataLoader:
     shuffle_block: shards whose samples are mixed with each other; a loader holds up to two blocks open. By
         default 8, or 256 where each shard is one sample.
     collate_fn: makes a batch of a list of samples; by default columns, stacked where shapes agree.
-    num_threads: threads that cut and decode.
+    num_workers: threads that cut and decode; with workers="process" that many processes, for transforms
+        that keep the GIL, started afresh once per loader, so that the script needs
+        `if __name__ == "__main__"`; "fork" copies this process, before CUDA and threads. Same batches.
+    pin_memory: batches in page-locked memory; by default where CUDA is initialised already.
     prefetch: batches ready or under way, more while the training has to wait; max_ready_bytes: how much
         memory they may take together (one batch always may).
     pacing: how the ranks are watched, and when an alarm is raised; None for no watch at all.
@@ -72,7 +80,9 @@ class DataLoader:
         *,
         shuffle: bool = False,
         seed: int = 0,
-        num_threads: int = 2,
+        num_workers: int = 2,
+        workers: Workers = "thread",
+        pin_memory: bool | None = None,
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -87,13 +97,19 @@ class DataLoader:
         self.batch_size = _at_least_one(batch_size, "batch_size")
         self.rank, self.world_size = _place(rank, world_size)
         self.stats = LoaderStats()
-        self._num_threads = _at_least_one(num_threads, "num_threads")
+        self._num_workers = _at_least_one(num_workers, "num_workers")
+        if workers not in get_args(Workers):
+            raise InvalidRequest(f"workers is {workers!r}", hint="thread, process or fork")
+        self._workers = workers
         self._prefetch = _at_least_one(prefetch, "prefetch")
         self._max_ready_bytes = _at_least_one(max_ready_bytes, "max_ready_bytes")
         self._pacing = pacing
         self._meter = StepMeter()
         self._drop_last = drop_last
-        self._collate = collate_fn
+        self._maker = _open_maker(
+            dataset, workers, self._num_workers, collate_fn, seed, BatchPool(max_ready_bytes, pin_memory)
+        )
+        weakref.finalize(self, self._maker.close)
         self._epoch = 0
         self._cursor = Cursor()
         self._resuming = False
@@ -114,6 +130,7 @@ class DataLoader:
         start = self._cursor if self._resuming else Cursor()
         self._resuming, self._cursor = False, start
         epoch = self._epoch
+        self._maker.begin()
         with self._open_session() as session:
             blocks = self._order.blocks(epoch)[start.block :]
             ahead = self._order.sequence(epoch + 1)
@@ -123,7 +140,8 @@ class DataLoader:
                 self._order, epoch, start, self.batch_size, self.rank, self.world_size, self._drop_last
             )
             queue = ReadyQueue[Ready | BaseException | None](self._prefetch, self._max_ready_bytes)
-            assembler = Assembler(self.dataset, session, run, self._collate, self._num_threads, queue)
+            single = self.dataset.format.single
+            assembler = Assembler(self._maker, single, session, run, self._num_workers, queue)
             with ExitStack() as ends:
                 ends.callback(assembler.close)
                 ends.callback(self._meter.stopped)
@@ -141,7 +159,7 @@ class DataLoader:
             queue.weighed(size_of(batch))
             self.stats.waited(self._meter.given(ready.source_bytes))
             self.stats.batches += 1
-            self.stats.failed = self.dataset.reader.failed
+            self.stats.failed = self._maker.failed
             self.stats.samples += ready.samples - ready.padded
             self.stats.padded += ready.padded
             self._cursor = ready.after
@@ -174,7 +192,7 @@ class DataLoader:
             + (f", {self._batches} batches an epoch" if self._batches is not None else ""),
             f"open at once: up to {window} shards, {format_bytes(open_bytes)}",
             f"ready: {self._prefetch} batches or more, up to {format_bytes(self._max_ready_bytes)}, "
-            f"made by {self._num_threads} threads",
+            f"made by {self._num_workers} {'threads' if self._workers == 'thread' else 'processes'}",
         ]
         return "\n".join(lines)
 
@@ -237,6 +255,15 @@ class DataLoader:
             )
         self._dataset_info = session.dataset
         return session
+
+
+def _open_maker(
+    dataset: StagedDataset, workers: Workers, number: int, collate: Collate | None, seed: int, pool: BatchPool
+) -> BatchMaker:
+    if workers == "thread":
+        return InThreads(dataset.reader, collate, pool)
+    recipe = Recipe(dataset.format, dataset.fields, dataset.reader, collate, seed)
+    return InProcesses(recipe, number, "fork" if workers == "fork" else "spawn")
 
 
 def _at_least_one(value: int, name: str) -> int:

@@ -83,11 +83,17 @@ class MappedShard:
 class StagerSession:
     """Thread-safe. `close()` ends it; the kernel does when the process dies.
 
-    Shards are numbered among those objects of the dataset that hold samples.
+    Shards are numbered among those objects of the dataset that hold samples. `socket`: of another session
+    of this job, instead of looking for a stagerd.
     """
 
     def __init__(
-        self, request: Register | OpenDataset, format: Format, fields: Sequence[str], cache_dir: Path | None
+        self,
+        request: Register | OpenDataset,
+        format: Format,
+        fields: Sequence[str],
+        cache_dir: Path | None,
+        socket: Path | None = None,
     ) -> None:
         self._format = format
         self._fields = fields
@@ -100,6 +106,7 @@ class StagerSession:
         # For the pacing monitor: what the feeder waits for now.
         self.waits_for = ""
         self.reconnecting = False
+        self._given = socket
         self._private = False
         self._pacing: Channel | None = None
         self._channel = self._first_connection()
@@ -112,6 +119,14 @@ class StagerSession:
         self._keys = table["key"]
         self._sizes_bytes = table["size_bytes"].to_numpy()
         self._objects = _objects_with_samples(format, self._keys)
+
+    @property
+    def socket(self) -> Path:
+        return self._channel.path
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
 
     @property
     def shards(self) -> int:
@@ -272,6 +287,8 @@ class StagerSession:
         try:
             return self._connect()
         except DaemonUnavailable:
+            if self._given:
+                raise
             self._private = True
             return self._connect()
 
@@ -279,7 +296,7 @@ class StagerSession:
         """To the stagerd of the first time: one that restarts is waited for, not gone without."""
         if self._private:
             return connect_private(self._cache_dir)
-        return Channel.connect(self._settings.stager_socket, "loader")
+        return Channel.connect(self._given or self._settings.stager_socket, "loader")
 
     def _request(self, message: Message, expect: type[M], timeout_s: float = 120.0) -> tuple[M, list[int]]:
         return self._retrying(lambda: self._channel.request(message, expect=expect, timeout_s=timeout_s))

@@ -62,8 +62,8 @@ def test_order_is_the_same_for_any_ranks_threads_and_cache(node: Node, make_data
     """L3 and L5: hot or cold, one thread or four, one rank or two."""
     url = make_dataset(SHARDS, 50)
     node.start()
-    one = keys_of(loader(url, batch_size=8, num_threads=1))
-    again = keys_of(loader(url, batch_size=8, num_threads=4, prefetch=1))
+    one = keys_of(loader(url, batch_size=8, num_workers=1))
+    again = keys_of(loader(url, batch_size=8, num_workers=4, prefetch=1))
     halves = [keys_of(loader(url, batch_size=4, rank=rank, world_size=2)) for rank in range(2)]
     assert one == again
     assert [a + b for a, b in zip(*halves, strict=True)][:-1] == one[:-1]
