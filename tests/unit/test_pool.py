@@ -43,7 +43,8 @@ def test_memory_comes_back_and_no_more_is_kept_than_allowed():
     assert second.data_ptr() != place
     view = first[10:20]
     del first
-    assert pool.empty((MIB,), torch.uint8).data_ptr() != place
+    third = pool.empty((MIB,), torch.uint8)
+    assert third.data_ptr() != place
     del view
     gc.collect()
     assert pool.empty((MIB // 8,), torch.int64).data_ptr() == place
