@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from forebay.core.errors import ForebayError
@@ -143,23 +144,23 @@ def _gather_bytes(
     if len(sizes) != 1:
         return [array(source[offset : offset + size_bytes]) for source, offset, size_bytes in spans]
     batch = pool.empty((len(spans), sizes.pop()), torch.uint8)
-    into = batch.numpy()
-    for place, (source, offset, size_bytes) in enumerate(spans):
-        into[place] = source[offset : offset + size_bytes]
+    slices = [source[offset : offset + size_bytes] for source, offset, size_bytes in spans]
+    np.concatenate(slices, out=batch.numpy().reshape(-1))
     return batch
 
 
 def _gather_rows(field: str, rows: Ints, shards: Shards, pool: BatchPool) -> torch.Tensor | None:
     """Rows of arrays, shard by shard: one copy, which widens what torch cannot hold."""
-    arrays = {number: shards[number].samples.rows(field) for number in set(rows[:, 0].tolist())}
-    kinds = {None if found is None else (found.dtype, found.shape[1:]) for found in arrays.values()}
-    if len(kinds) != 1 or None in kinds:
+    arrays = dict[int, npt.NDArray[Any]]()
+    for number in set(rows[:, 0].tolist()):
+        found = shards[number].samples.rows(field)
+        if found is None:
+            return None
+        arrays[number] = found
+    kinds = {(found.dtype, found.shape[1:]) for found in arrays.values()}
+    if len(kinds) != 1:
         return None
-    dtype, shape = next(kind for kind in kinds if kind)
+    dtype, shape = kinds.pop()
     batch = pool.empty((len(rows), *shape), torch.from_numpy(np.empty(0, signed(dtype))).dtype)
-    into = batch.numpy()
-    for number, found in arrays.items():
-        places = np.flatnonzero(rows[:, 0] == number)
-        assert found is not None
-        into[places] = found[rows[places, 1]]
+    np.stack([arrays[number][sample] for number, sample in rows.tolist()], out=batch.numpy())
     return batch
