@@ -11,5 +11,6 @@ from forebay.loaders.collate import Padded, Ragged
 from forebay.loaders.dataset import StagedDataset
 from forebay.loaders.device import DevicePrefetcher
 from forebay.loaders.loader import DataLoader
+from forebay.loaders.mixing import Mixture
 
-__all__ = ["DataLoader", "DevicePrefetcher", "Padded", "Ragged", "StagedDataset"]
+__all__ = ["DataLoader", "DevicePrefetcher", "Mixture", "Padded", "Ragged", "StagedDataset"]

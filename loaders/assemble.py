@@ -14,10 +14,11 @@ from typing import Any
 
 from forebay.core.protocol import Runway
 from forebay.loaders.open_shards import OpenShards
-from forebay.loaders.order import Cursor, GlobalBatch, Ints, Order, slice_for_rank
+from forebay.loaders.order import Cursor, GlobalBatch, Ints, slice_for_rank
 from forebay.loaders.pacing.monitor import Held
 from forebay.loaders.ready import ReadyQueue
-from forebay.loaders.session import StagerSession
+from forebay.loaders.session import MappedShard
+from forebay.loaders.source import Sequencing, Session
 from forebay.loaders.workers import BatchMaker
 
 _END_S = 5.0
@@ -27,7 +28,7 @@ _END_S = 5.0
 class EpochRun:
     """One pass: what to read from where on."""
 
-    order: Order
+    order: Sequencing
     epoch: int
     start: Cursor
     batch_size: int
@@ -57,7 +58,7 @@ class Assembler:
         self,
         maker: BatchMaker,
         single: bool,
-        session: StagerSession,
+        session: Session,
         run: EpochRun,
         num_threads: int,
         ready: ReadyQueue[Ready | BaseException | None],
@@ -66,6 +67,7 @@ class Assembler:
         self._single = single
         self._session = session
         self._run = run
+        self._walk = run.order.walk(run.epoch, run.start, self)
         self._open = OpenShards(maker.forget)
         self._ready = ready
         self._next: Ready | None = None
@@ -111,33 +113,35 @@ class Assembler:
     def _feed(self) -> None:
         try:
             run = self._run
-            for batch in run.order.batches(
-                run.epoch,
-                run.batch_size * run.world_size,
-                run.start,
-                self._open_block,
-                drop_last=run.drop_last,
-            ):
+            for batch in self._walk.batches(run.batch_size * run.world_size, drop_last=run.drop_last):
                 if not self._ready.put(self._submit(batch)):
                     return
             self._ready.put(None)
         except BaseException as err:  # noqa: BLE001 - it is raised again where the batches are taken
             self._ready.put(err)
 
-    def _open_block(self, block: int, shards: Ints, pending: Ints) -> list[int]:
-        """Wait for a block's shards; those of earlier blocks go, but for what is still pending."""
-        first = (block - self._run.start.block) * self._run.order.block_shards
+    def plan(self, shards: Ints, window: int) -> None:
+        """For the walk, as `open`."""
+        self._session.open_plan(shards.tolist(), window)
+
+    def open(self, place: int, shards: Ints, pending: Ints) -> list[int]:
+        """Wait for these shards; those opened earlier go, but for what is still pending."""
         if self._single:
             # One sample each: they are opened by the threads that need them, and none for other ranks.
-            self._session.advance(first)
+            self._session.advance(int(shards[0]), place)
             return [1] * len(shards)
         self._open.turn(set(pending[:, 0].tolist()))
-        opened = []
-        for place, number in enumerate(shards.tolist()):
-            shard = self._session.need(number, first + place)
-            self._open.add(shard)
-            opened.append(len(shard.samples))
-        return opened
+        return [len(self._opened(number, place + i).samples) for i, number in enumerate(shards.tolist())]
+
+    def _opened(self, number: int, place: int) -> MappedShard:
+        """A dataset of a mixture may come round again while its last shards are in use."""
+        shard = self._open.get(number)
+        if shard:
+            self._session.advance(number, place)
+            return shard
+        shard = self._session.need(number, place)
+        self._open.add(shard)
+        return shard
 
     def _submit(self, batch: GlobalBatch) -> Ready:
         rows, padded = slice_for_rank(batch.rows, self._run.rank, self._run.world_size)

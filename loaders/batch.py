@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -27,17 +28,22 @@ Shards = Mapping[int, MappedShard]
 _LOGGED_EACH, _LOGGED_EVERY = 10, 1000
 
 
-class SampleReader:
-    """What a dataset makes of rows of (shard, sample). Used by several threads at once."""
+@dataclass(frozen=True)
+class Cut:
+    """What samples of a dataset are made of: fields with their decoders, and what is made of all of them."""
 
-    def __init__(
-        self,
-        decoders: Sequence[tuple[str, Decoder]],
-        transform: Callable[[Sample], Sample] | None,
-        on_error: OnSampleError,
-    ) -> None:
-        self._decoders = decoders
-        self._transform = transform
+    fields: tuple[tuple[str, Decoder], ...]
+    transform: Callable[[Sample], Sample] | None
+
+
+class SampleReader:
+    """What is made of rows of (shard, sample), by the `Cut` of each shard's dataset. Thread-safe."""
+
+    def __init__(self, cuts: Sequence[Cut], on_error: OnSampleError) -> None:
+        self._cuts = cuts
+        # Columns can be gathered where all samples are made alike, of what lies in the shards.
+        self._alike = on_error == "raise" and len({cut.fields for cut in cuts}) == 1
+        self._alike = self._alike and not any(cut.transform for cut in cuts)
         self._on_error = on_error
         self._lock = threading.Lock()
         self.failed = 0
@@ -50,9 +56,9 @@ class SampleReader:
 
     def batch(self, rows: Ints, shards: Shards, pool: BatchPool) -> Sample:
         """In columns; the same values as `collate(samples(...))`, without the detour where it pays."""
-        if self._transform or self._on_error != "raise":
+        if not self._alike:
             return collate(self.samples(rows, shards), pool)
-        return tuple(self._column(*field, rows, shards, pool) for field in self._decoders)
+        return tuple(self._column(*field, rows, shards, pool) for field in self._cuts[0].fields)
 
     def samples(self, rows: Ints, shards: Shards) -> list[Sample]:
         """Decoded and transformed. Raises MissingField, FormatError, what the transform raises."""
@@ -73,11 +79,12 @@ class SampleReader:
         return good if self._on_error == "skip" else _substituted(found)
 
     def _sample(self, shard: MappedShard, sample: int) -> Sample:
-        values = tuple(_value(field, decoder, shard, sample) for field, decoder in self._decoders)
-        if self._transform is None:
+        cut = self._cuts[shard.part]
+        values = tuple(_value(field, decoder, shard, sample) for field, decoder in cut.fields)
+        if cut.transform is None:
             return values
         try:
-            return self._transform(values)
+            return cut.transform(values)
         except Exception as err:
             err.add_note(f"in the transform of sample {shard.samples.key(sample)!r} of {shard.name}")
             raise

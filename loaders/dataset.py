@@ -8,10 +8,11 @@ from typing import get_args
 
 from forebay.core.errors import InvalidRequest
 from forebay.core.protocol import OpenDataset, Register
-from forebay.loaders.batch import OnSampleError, SampleReader
+from forebay.loaders.batch import Cut, OnSampleError, SampleReader
 from forebay.loaders.collate import Sample
 from forebay.loaders.decode import Decode, open_decoder
 from forebay.loaders.formats import Format, Split, open_format
+from forebay.loaders.order import Order
 from forebay.loaders.session import StagerSession
 
 
@@ -54,16 +55,34 @@ class StagedDataset:
             raise InvalidRequest(f"on_error is {on_error!r}", hint="raise, skip or substitute")
         self.fields = tuple(fields)
         self.format = open_format(format, split)
-        self.reader = SampleReader(
-            [(field, open_decoder(decode, field)) for field in fields], transform, on_error
-        )
+        self.on_error: OnSampleError = on_error
+        self.cut = Cut(tuple((field, open_decoder(decode, field)) for field in fields), transform)
+        self.reader = SampleReader([self.cut], on_error)
         self._request = _request(url_or_name, self.format.name, name, keys)
-        self._cache_dir = Path(cache_dir) if cache_dir else None
+        self.cache_dir = Path(cache_dir) if cache_dir else None
 
-    def open_session(self, dataset_id: str | None = None) -> StagerSession:
-        """A connection of its own; the caller closes it. Lists the source unless given an id."""
+    @property
+    def single(self) -> bool:
+        return self.format.single
+
+    @property
+    def signature(self) -> str:
+        return self.format.signature
+
+    def open_session(self, dataset_id: str | None = None, socket: Path | None = None) -> StagerSession:
+        """A connection of its own; the caller closes it. Lists the source unless given an id.
+
+        `socket`: of another session, instead of looking for a stagerd.
+        """
         request = OpenDataset(dataset_id) if dataset_id else self._request
-        return StagerSession(request, self.format, self.fields, self._cache_dir)
+        return StagerSession(request, self.format, self.fields, self.cache_dir, socket)
+
+    def order(self, session: StagerSession, shuffle: bool, seed: int, shuffle_block: int | None) -> Order:
+        """Raises InvalidRequest."""
+        block_shards = self.format.block_shards if shuffle_block is None else shuffle_block
+        if block_shards < 1:
+            raise InvalidRequest(f"shuffle_block is {block_shards}, must be at least 1")
+        return Order(session.shards, shuffle, seed, block_shards if shuffle else 1)
 
 
 def _request(

@@ -14,19 +14,18 @@ import torch.distributed
 from forebay.core.errors import DatasetNotFound, InvalidRequest, StateMismatch
 from forebay.core.units import format_bytes
 from forebay.loaders.assemble import Assembler, EpochRun, Ready
-from forebay.loaders.dataset import StagedDataset
-from forebay.loaders.order import Cursor, Order
+from forebay.loaders.order import Cursor, count_batches
 from forebay.loaders.pacing.meter import StepMeter
 from forebay.loaders.pacing.monitor import Monitor, Pacing, Place
 from forebay.loaders.pool import BatchPool
 from forebay.loaders.ready import ReadyQueue, size_of
-from forebay.loaders.session import StagerSession
+from forebay.loaders.source import Sequencing, Session, Source
 from forebay.loaders.stats import LoaderStats
 from forebay.loaders.workers import BatchMaker, Collate, InProcesses, InThreads, Recipe
 
 Workers = Literal["thread", "process", "fork"]
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 # Ranks run one script, so that they count their loaders alike.
 _numbers = itertools.count()
 
@@ -34,7 +33,7 @@ _numbers = itertools.count()
 class LoaderState(TypedDict):
     """Where a job stands: the same on every rank, valid for any other number of ranks.
 
-    `format` names the way in which shards are cut into samples.
+    `format` names the way in which shards are cut into samples; `parts` is a mixture's (see `Cursor`).
     """
 
     version: int
@@ -47,10 +46,11 @@ class LoaderState(TypedDict):
     block: int
     offset: int
     samples: int
+    parts: list[list[int]]
 
 
 class DataLoader:
-    """Batches of a StagedDataset, in an order that depends on (dataset, seed, epoch) alone.
+    """Batches of a StagedDataset or a Mixture, in an order that depends on (dataset, seed, epoch) alone.
 
     batch_size: samples per rank and batch.
     rank, world_size: this process's place; from torch.distributed when it is initialised, else from
@@ -75,7 +75,7 @@ class DataLoader:
 
     def __init__(
         self,
-        dataset: StagedDataset,
+        dataset: Source,
         batch_size: int = 1,
         *,
         shuffle: bool = False,
@@ -115,13 +115,8 @@ class DataLoader:
         self._resuming = False
         with dataset.open_session() as session:
             self._dataset_info = session.dataset
-            shards = session.shards
-        if shuffle_block is None:
-            shuffle_block = dataset.format.block_shards
-        self._order = Order(
-            shards, shuffle, seed, _at_least_one(shuffle_block, "shuffle_block") if shuffle else 1
-        )
-        self._batches: int | None = None
+            self._order: Sequencing = dataset.order(session, shuffle, seed, shuffle_block)
+        self._counts: list[int] | None = None
         self._number = next(_numbers)
         if explain:
             print(self.explain())
@@ -132,16 +127,11 @@ class DataLoader:
         epoch = self._epoch
         self._maker.begin()
         with self._open_session() as session:
-            blocks = self._order.blocks(epoch)[start.block :]
-            ahead = self._order.sequence(epoch + 1)
-            plan = [int(number) for block in (*blocks, ahead) for number in block]
-            session.open_plan(plan, min(2 * self._order.block_shards, self._order.shards))
             run = EpochRun(
                 self._order, epoch, start, self.batch_size, self.rank, self.world_size, self._drop_last
             )
             queue = ReadyQueue[Ready | BaseException | None](self._prefetch, self._max_ready_bytes)
-            single = self.dataset.format.single
-            assembler = Assembler(self._maker, single, session, run, self._num_workers, queue)
+            assembler = Assembler(self._maker, self.dataset.single, session, run, self._num_workers, queue)
             with ExitStack() as ends:
                 ends.callback(assembler.close)
                 ends.callback(self._meter.stopped)
@@ -167,30 +157,28 @@ class DataLoader:
             self._meter.asked()
 
     def __len__(self) -> int:
-        """Batches per epoch. Needs every shard counted: on a new dataset this reads all of it once."""
-        if self._batches is None:
+        """Batches of the next epoch, which are as many in each, but for mixtures.
+
+        Needs every shard counted: on a new dataset this reads all of it once.
+        """
+        if self._counts is None:
             with self._open_session() as session:
-                total = sum(session.counts())
-            self._batches = self._order.count_batches(
-                total, self.batch_size * self.world_size, drop_last=self._drop_last
-            )
-        return self._batches
+                self._counts = session.counts()
+        samples = self._order.count_samples(self._epoch, self._counts)
+        return count_batches(samples, self.batch_size * self.world_size, drop_last=self._drop_last)
 
     def explain(self) -> str:
         """What a pass over this loader will do, in words; it reads nothing."""
         info, order = self._dataset_info, self._order
-        window = min(2 * order.block_shards, order.shards)
-        open_bytes = min(window * info.largest_bytes, info.size_bytes)
+        open_bytes = min(order.window * info.largest_bytes, info.size_bytes)
         lines = [
-            f"{info.url} as {self.dataset.format.signature}: {order.shards} shards, "
+            f"{info.url} as {self.dataset.signature}: {order.shards} shards, "
             f"{format_bytes(info.size_bytes)}, the largest {format_bytes(info.largest_bytes)}",
-            f"order: seed {order.seed}, epoch {self._epoch}, samples of {order.block_shards} shards mixed"
-            if order.shuffle
-            else "order: as the source lists them",
+            f"order: epoch {self._epoch}, {order.describe()}",
             f"rank {self.rank} of {self.world_size}: {self.batch_size} samples a batch, "
             f"{self.batch_size * self.world_size} together"
-            + (f", {self._batches} batches an epoch" if self._batches is not None else ""),
-            f"open at once: up to {window} shards, {format_bytes(open_bytes)}",
+            + (f", {len(self)} batches an epoch" if self._counts is not None else ""),
+            f"open at once: up to {order.window} shards, {format_bytes(open_bytes)}",
             f"ready: {self._prefetch} batches or more, up to {format_bytes(self._max_ready_bytes)}, "
             f"made by {self._num_workers} {'threads' if self._workers == 'thread' else 'processes'}",
         ]
@@ -205,7 +193,7 @@ class DataLoader:
         return LoaderState(
             version=_STATE_VERSION,
             fingerprint=self._dataset_info.fingerprint,
-            format=self.dataset.format.signature,
+            format=self.dataset.signature,
             seed=self._order.seed,
             shuffle=self._order.shuffle,
             block_shards=self._order.block_shards,
@@ -213,6 +201,7 @@ class DataLoader:
             block=self._cursor.block,
             offset=self._cursor.offset,
             samples=self._cursor.samples,
+            parts=[list(part) for part in self._cursor.parts],
         )
 
     def load_state_dict(self, state: LoaderState) -> None:
@@ -229,24 +218,26 @@ class DataLoader:
                     "ranks, batch size and threads may differ",
                 )
         self._epoch = state["epoch"]
-        self._cursor = Cursor(state["block"], state["offset"], state["samples"])
+        parts = tuple((part[0], part[1], part[2], part[3]) for part in state["parts"])
+        self._cursor = Cursor(state["block"], state["offset"], state["samples"], parts)
         self._resuming = True
 
     @property
     def _job(self) -> str:
         """The same on every rank, another one for another loader of the job."""
-        made = f"{self._dataset_info.fingerprint}:{self.dataset.format.signature}:{self._number}"
+        made = f"{self._dataset_info.fingerprint}:{self.dataset.signature}:{self._number}"
         return f"{made}:{self._order.seed}:{self.batch_size}"
 
-    def _open_session(self) -> StagerSession:
+    def _open_session(self) -> Session:
         """The listing this loader was made with, not a new one: an epoch keeps its versions (F8).
 
         Raises StateMismatch when the daemon has forgotten that listing and the source has changed.
         """
         try:
-            return self.dataset.open_session(self._dataset_info.id)
+            known: Session = self.dataset.open_session(self._dataset_info.id)
+            return known
         except DatasetNotFound:
-            session = self.dataset.open_session()
+            session: Session = self.dataset.open_session()
         if session.dataset.fingerprint != self._dataset_info.fingerprint:
             session.close()
             raise StateMismatch(
@@ -258,11 +249,11 @@ class DataLoader:
 
 
 def _open_maker(
-    dataset: StagedDataset, workers: Workers, number: int, collate: Collate | None, seed: int, pool: BatchPool
+    dataset: Source, workers: Workers, number: int, collate: Collate | None, seed: int, pool: BatchPool
 ) -> BatchMaker:
     if workers == "thread":
         return InThreads(dataset.reader, collate, pool)
-    recipe = Recipe(dataset.format, dataset.fields, dataset.reader, collate, seed)
+    recipe = Recipe(dataset, collate, seed)
     return InProcesses(recipe, number, "fork" if workers == "fork" else "spawn")
 
 

@@ -51,6 +51,10 @@ class OpenShards:
             self._open[shard.number] = self._now.shards[shard.number] = shard
             self._views[shard.number] += 1
 
+    def get(self, number: int) -> MappedShard | None:
+        """If it stays open."""
+        return self._now.shards.get(number)
+
     def take(self) -> View:
         with self._lock:
             self._now.users += 1

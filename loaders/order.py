@@ -14,8 +14,10 @@ L5  only raw output of PCG64 seeded by SeedSequence is used, which NumPy keeps s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +27,15 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in an epoch: `offset` samples into `block`, `samples` since the start."""
+    """A position in an epoch: `offset` samples into `block`, `samples` since the start.
+
+    Of a mixture: into a turn, and where each dataset stood when that began: (round, block, offset, samples).
+    """
 
     block: int = 0
     offset: int = 0
     samples: int = 0
+    parts: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,50 @@ class GlobalBatch:
 
     rows: Ints
     after: Cursor
+
+
+class Opener(Protocol):
+    """Has shards brought and opened, as a walk comes to them."""
+
+    def plan(self, shards: Ints, window: int) -> None:
+        """In this order, `window` of them at a time; instead of what was planned of their dataset before."""
+        ...
+
+    def open(self, place: int, shards: Ints, pending: Ints) -> list[int]:
+        """How many samples each has. `place`: of the first in the plan; `pending`: rows of shards opened
+        before that nobody has taken yet."""
+        ...
+
+
+class Walk(ABC):
+    """One pass: rows of (shard, sample), as many at a time as wanted. Nothing is known of later shards."""
+
+    @abstractmethod
+    def take(self, wanted: int) -> Ints:
+        """Fewer at the end."""
+
+    @property
+    @abstractmethod
+    def pending(self) -> Ints:
+        """Rows of shards that are open, and that nobody has taken yet."""
+
+    @property
+    @abstractmethod
+    def cursor(self) -> Cursor:
+        """Behind what was taken."""
+
+    def batches(self, global_batch: int, *, drop_last: bool) -> Iterator[GlobalBatch]:
+        while True:
+            rows = self.take(global_batch)
+            if len(rows) == global_batch or (len(rows) and not drop_last):
+                yield GlobalBatch(rows, self.cursor)
+            if len(rows) < global_batch:
+                return
+
+
+def count_batches(samples: int, global_batch: int, *, drop_last: bool) -> int:
+    whole, rest = divmod(samples, global_batch)
+    return whole + (1 if rest and not drop_last else 0)
 
 
 @dataclass(frozen=True)
@@ -72,41 +122,64 @@ class Order:
             return rows
         return rows[_permutation(len(rows), self.seed, epoch, block + 1)]
 
-    def batches(
-        self,
-        epoch: int,
-        global_batch: int,
-        start: Cursor,
-        open_block: Callable[[int, Ints, Ints], list[int]],
-        *,
-        drop_last: bool,
-    ) -> Iterator[GlobalBatch]:
-        """Global batches from `start` on.
+    def walk(self, epoch: int, start: Cursor, opener: Opener) -> Walk:
+        """What an epoch yields from `start` on."""
+        return _BlockWalk(self, epoch, start, opener)
 
-        `open_block(block, shards, pending)` is called when a block comes into use, and returns its
-        counts: nothing needs to be known about later blocks. `pending` are the rows of earlier blocks
-        that no batch has taken yet.
-        """
-        rows = np.empty((0, 2), dtype=np.int64)
-        samples = start.samples
-        blocks = self.blocks(epoch)
-        for block in range(start.block, len(blocks)):
-            fresh = self.samples_of(epoch, block, blocks[block], open_block(block, blocks[block], rows))
-            offset = start.offset if block == start.block else 0
-            before = len(rows)
-            rows = np.concatenate([rows, fresh[offset:]])
-            taken = 0
-            while len(rows) - taken >= global_batch:
-                batch, taken = rows[taken : taken + global_batch], taken + global_batch
-                samples += global_batch
-                yield GlobalBatch(batch, Cursor(block, offset + taken - before, samples))
-            rows = rows[taken:]
-        if len(rows) and not drop_last:
-            yield GlobalBatch(rows, Cursor(len(blocks), 0, samples + len(rows)))
+    @property
+    def window(self) -> int:
+        """Shards that are open at once, or about to be."""
+        return min(2 * self.block_shards, self.shards)
 
-    def count_batches(self, total_samples: int, global_batch: int, *, drop_last: bool) -> int:
-        whole, rest = divmod(total_samples, global_batch)
-        return whole + (1 if rest and not drop_last else 0)
+    def count_samples(self, epoch: int, counts: Sequence[int]) -> int:
+        return sum(counts)
+
+    def describe(self) -> str:
+        if not self.shuffle:
+            return "as the source lists them"
+        return f"seed {self.seed}, samples of {self.block_shards} shards mixed"
+
+
+class _BlockWalk(Walk):
+    def __init__(self, order: Order, epoch: int, start: Cursor, opener: Opener) -> None:
+        self._order = order
+        self._epoch = epoch
+        self._opener = opener
+        self._blocks = order.blocks(epoch)
+        self._first = self._next = start.block
+        self._skip = start.offset
+        self._samples = start.samples
+        self._rows = np.empty((0, 2), dtype=np.int64)
+        self._block_rows = start.offset
+        opener.plan(np.concatenate([*self._blocks[self._first :], order.sequence(epoch + 1)]), order.window)
+
+    def take(self, wanted: int) -> Ints:
+        while len(self._rows) < wanted and self._next < len(self._blocks):
+            self._open()
+        taken, self._rows = self._rows[:wanted], self._rows[wanted:]
+        self._samples += len(taken)
+        return taken
+
+    def _open(self) -> None:
+        block, shards = self._next, self._blocks[self._next]
+        place = (block - self._first) * self._order.block_shards
+        counts = self._opener.open(place, shards, self._rows)
+        fresh = self._order.samples_of(self._epoch, block, shards, counts)
+        self._block_rows = len(fresh)
+        self._rows = np.concatenate([self._rows, fresh[self._skip :]])
+        self._skip = 0
+        self._next += 1
+
+    @property
+    def pending(self) -> Ints:
+        return self._rows
+
+    @property
+    def cursor(self) -> Cursor:
+        """A block is opened for rows that reach into it: what is left is all of one block."""
+        if self._next == self._first:
+            return Cursor(self._first, self._skip, self._samples)
+        return Cursor(self._next - 1, self._block_rows - len(self._rows), self._samples)
 
 
 def slice_for_rank(rows: Ints, rank: int, world_size: int) -> tuple[Ints, int]:
@@ -117,5 +190,12 @@ def slice_for_rank(rows: Ints, rank: int, world_size: int) -> tuple[Ints, int]:
 
 
 def _permutation(length: int, seed: int, epoch: int, stream: int) -> Ints:
-    source = np.random.PCG64(np.random.SeedSequence([seed, epoch, stream]))
-    return np.argsort(source.random_raw(length), kind="stable").astype(np.int64)
+    return np.argsort(raw_numbers(length, seed, epoch, stream), kind="stable").astype(np.int64)
+
+
+def raw_numbers(length: int, seed: int, *stream: int) -> npt.NDArray[np.uint64]:
+    """Uniform over 64 bits; the same for ever."""
+    drawn: npt.NDArray[np.uint64] = np.random.PCG64(np.random.SeedSequence([seed, *stream])).random_raw(
+        length
+    )
+    return drawn

@@ -68,6 +68,8 @@ class MappedShard:
 
     def __init__(self, number: int, file: ShardFile, samples: Samples, lease: Channel) -> None:
         self.number = number
+        # Of a mixture: which of its datasets.
+        self.part = 0
         self.file = file
         self.samples = samples
         self._lease = lease
@@ -161,7 +163,7 @@ class StagerSession:
         self.waits_for = self._name_of(shard)
         try:
             if position is not None:
-                self.advance(position)
+                self.advance(shard, position)
             return self._retrying(lambda: self._lease(shard))
         finally:
             self.waits_for = ""
@@ -185,8 +187,8 @@ class StagerSession:
     def _name_of(self, shard: int) -> str:
         return f"{self.dataset.url}/{self._keys[int(self._objects[shard])].as_py()}"
 
-    def advance(self, position: int) -> None:
-        """What lies before that place in the plan is past."""
+    def advance(self, shard: int, position: int) -> None:
+        """What lies before that place in the plan, which is the shard's, is past."""
         self._request(Advance(position), Done)
 
     def _lease(self, shard: int) -> MappedShard:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import obstore
 import pytest
 
@@ -23,6 +24,10 @@ from forebay.benchmarks.seaweed import S3Server, running_server
 from forebay.core.channel import Channel, ask
 from forebay.core.config import Settings
 from forebay.core.protocol import GetStatus, StagerStatus
+
+# How long an example takes is no property of it.
+hypothesis.settings.register_profile("forebay", deadline=None)
+hypothesis.settings.load_profile("forebay")
 
 
 @pytest.fixture(scope="session")

@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.core.protocol import OpenDataset
-from forebay.loaders.batch import SampleReader
-from forebay.loaders.formats import Format
 from forebay.loaders.order import Ints
 from forebay.loaders.pool import BatchPool
-from forebay.loaders.session import MappedShard, StagerSession
+from forebay.loaders.session import MappedShard
+from forebay.loaders.source import Session, Source
 from forebay.loaders.workers.maker import Collate, InThreads
 from forebay.loaders.workers.transport import Outbox
 
@@ -34,9 +32,7 @@ _POOL_BYTES = 64 << 20
 class Recipe:
     """What every child is told once."""
 
-    format: Format
-    fields: tuple[str, ...]
-    reader: SampleReader
+    source: Source
     collate: Collate | None
     seed: int
 
@@ -98,8 +94,8 @@ def _answer(outbox: Outbox, child: _Child, wanted: Make) -> None:
 class _Child:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._maker = InThreads(recipe.reader, recipe.collate, BatchPool(_POOL_BYTES))
-        self._session: StagerSession | None = None
+        self._maker = InThreads(recipe.source.reader, recipe.collate, BatchPool(_POOL_BYTES))
+        self._session: Session | None = None
         self._opened: tuple[Path, str] | None = None
         self._shards: dict[int, MappedShard] = {}
 
@@ -125,12 +121,12 @@ class _Child:
         if self._session:
             self._session.close()
 
-    def _session_of(self, socket: Path, dataset_id: str) -> StagerSession:
+    def _session_of(self, socket: Path, dataset_id: str) -> Session:
         if self._session is None or self._opened != (socket, dataset_id):
             self.close()
-            request, recipe = OpenDataset(dataset_id), self._recipe
-            self._session = StagerSession(request, recipe.format, recipe.fields, None, socket)
+            self._session = self._recipe.source.open_session(dataset_id, socket)
             self._opened = socket, dataset_id
+        assert self._session
         return self._session
 
 

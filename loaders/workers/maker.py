@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from forebay.loaders.batch import SampleReader, Shards
+from forebay.loaders.batch import Shards
 from forebay.loaders.order import Ints
 from forebay.loaders.pool import BatchPool
-from forebay.loaders.session import StagerSession
+from forebay.loaders.source import Reader, Session
 
 log = logging.getLogger("forebay.loaders")
 
@@ -33,7 +33,7 @@ class BatchMaker(Protocol):
         """Called in each of the threads, first."""
         ...
 
-    def make(self, session: StagerSession, rows: Ints, shards: Shards) -> Any:
+    def make(self, session: Session, rows: Ints, shards: Shards) -> Any:
         """`shards`: those that the rows are of; none where each shard is one sample."""
         ...
 
@@ -51,7 +51,7 @@ class BatchMaker(Protocol):
 class InThreads:
     """The threads that ask do the work."""
 
-    def __init__(self, reader: SampleReader, collate: Collate | None, pool: BatchPool) -> None:
+    def __init__(self, reader: Reader, collate: Collate | None, pool: BatchPool) -> None:
         self._reader = reader
         self._collate = collate
         self._pool = pool
@@ -66,7 +66,7 @@ class InThreads:
     def enter_thread(self) -> None:
         self._pool.enter_thread()
 
-    def make(self, session: StagerSession, rows: Ints, shards: Shards) -> Any:
+    def make(self, session: Session, rows: Ints, shards: Shards) -> Any:
         if shards:
             return self._batch(rows, shards)
         with ExitStack() as leased:

@@ -17,7 +17,7 @@ from forebay.core.errors import Cancelled, InvalidRequest, WorkerLost
 from forebay.loaders.batch import Shards
 from forebay.loaders.order import Ints
 from forebay.loaders.pool import cuda_runs
-from forebay.loaders.session import StagerSession
+from forebay.loaders.source import Session
 from forebay.loaders.workers.child import Failed, Forget, Make, Recipe, run
 from forebay.loaders.workers.transport import Inbox
 
@@ -62,7 +62,7 @@ class InProcesses:
     def enter_thread(self) -> None:
         return
 
-    def make(self, session: StagerSession, rows: Ints, shards: Shards) -> Any:
+    def make(self, session: Session, rows: Ints, shards: Shards) -> Any:
         """Raises WorkerLost when the child dies, and what it raised."""
         place = self._idle.get()
         try:
@@ -109,7 +109,7 @@ class _Process:
             ) from err
         theirs.close()
 
-    def make(self, session: StagerSession, rows: Ints, *, keep: bool) -> Any:
+    def make(self, session: Session, rows: Ints, *, keep: bool) -> Any:
         self.busy = True
         try:
             self._await_ready()

@@ -15,7 +15,7 @@ from forebay.tiers.budget import Class, Gate, Ticket, TokenBucket
 from forebay.tiers.flow import Flow, Open
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 8000), min_size=1, max_size=20))
 def test_the_budget_of_bytes_holds(sizes):
     """F30: one budget, no pools inside pools; larger ones get through alone."""
@@ -37,7 +37,7 @@ def test_the_budget_of_bytes_holds(sizes):
     assert most <= 5000 and gate.taken_bytes == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(Class), st.integers(0, 9)), min_size=2, max_size=12))
 def test_turns_go_by_class_then_rank(asked):
     """Whatever the order of asking: the first to come has the only slot, the rest follow in order."""

@@ -100,7 +100,7 @@ def test_a_shard_being_asked_for_is_its_own_next_use():
         assert plan.next_use_bytes(b.ids["b"]) == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(NAMES, min_size=1, max_size=30), st.data())
 def test_next_use_is_what_a_search_finds(names, data):
     with bench() as b:
@@ -160,7 +160,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(OPERATIONS)
 def test_the_heap_chooses_as_a_full_search_does(operations):
     """Any life of several plans: the victims' distances are those that sorting everything gives."""

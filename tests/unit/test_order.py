@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.loaders.order import Cursor, GlobalBatch, Ints, Order, slice_for_rank
+from forebay.loaders.order import Cursor, GlobalBatch, Ints, Order, count_batches, slice_for_rank
+from forebay.loaders.source import Sequencing
 
 counts = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 orders = st.tuples(st.booleans(), st.integers(0, 2**31), st.integers(1, 5))
@@ -19,18 +20,39 @@ def order_of(samples: list[int], spec: tuple[bool, int, int]) -> Order:
     return Order(len(samples), shuffle, seed, block_shards if shuffle else 1)
 
 
+class Opened:
+    """Shards with so many samples; checks that what is pending was opened and is not past."""
+
+    def __init__(self, samples: list[int]) -> None:
+        self.samples = samples
+        self.opened: list[list[int]] = []
+        self.open_now: set[int] = set()
+        self.planned: list[list[int]] = []
+
+    def plan(self, shards: Ints, window: int) -> None:
+        assert window >= 1
+        self.planned.append(shards.tolist())
+
+    def open(self, place: int, shards: Ints, pending: Ints) -> list[int]:
+        numbers = shards.tolist()
+        assert any(plan[place : place + len(numbers)] == numbers for plan in self.planned)
+        kept = set(pending[:, 0].tolist())
+        assert kept <= self.open_now
+        self.open_now = kept | set(numbers)
+        self.opened.append(numbers)
+        return [self.samples[shard] for shard in numbers]
+
+
 def run(
-    order: Order,
+    order: Sequencing,
     samples: list[int],
     epoch: int,
     global_batch: int,
     start: Cursor = Cursor(),  # noqa: B008 - frozen
     drop_last: bool = False,
 ) -> list[GlobalBatch]:
-    def open_block(block: int, shards: Ints, pending: Ints) -> list[int]:
-        return [samples[shard] for shard in shards]
-
-    return list(order.batches(epoch, global_batch, start, open_block, drop_last=drop_last))
+    walk = order.walk(epoch, start, Opened(samples))
+    return list(walk.batches(global_batch, drop_last=drop_last))
 
 
 @given(counts, orders, st.integers(0, 3), st.integers(1, 6), st.integers(1, 7), st.booleans())
@@ -62,7 +84,7 @@ def test_drop_last_drops_less_than_one_batch(samples, spec, world, batch):
     order = order_of(samples, spec)
     kept = sum(len(found.rows) for found in run(order, samples, 0, world * batch, drop_last=True))
     assert 0 <= sum(samples) - kept < world * batch
-    number = order.count_batches(sum(samples), world * batch, drop_last=True)
+    number = count_batches(sum(samples), world * batch, drop_last=True)
     assert number == len(run(order, samples, 0, world * batch, drop_last=True))
 
 
@@ -94,14 +116,9 @@ def test_resume_is_exact_with_another_batch_size(samples, spec, one, other, data
 def test_resume_opens_no_block_before_its_position():
     """L4: O(1), not a replay."""
     order = Order(100, True, 3, 4)
-    opened: list[int] = []
-
-    def open_block(block: int, shards: Ints, pending: Ints) -> list[int]:
-        opened.append(block)
-        return [10] * len(shards)
-
-    next(iter(order.batches(0, 8, Cursor(20, 5, 805), open_block, drop_last=False)))
-    assert opened == [20]
+    opener = Opened([10] * 100)
+    next(iter(order.walk(0, Cursor(20, 5, 805), opener).batches(8, drop_last=False)))
+    assert opener.opened == [order.blocks(0)[20].tolist()]
 
 
 def test_same_seed_same_order_for_ever():

@@ -60,7 +60,7 @@ def through_a_file(state: Any) -> Any:
         return unflatten(found.skeleton(), {name: found.tensor(name) for name in found.names})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(states)
 def test_what_goes_in_comes_out(state):
     assert same(through_a_file(state), state)

@@ -233,7 +233,7 @@ def test_puts_are_atomic_and_conditional(tmp_path: Path):
     anyio.run(main)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.binary(max_size=400) | st.integers(0, 300_000).map(bytes), min_size=1, max_size=16))
 def test_md5_of_many_is_md5_of_each(bodies):
     """The SIMD code against hashlib: any number of lanes, any lengths."""
@@ -297,7 +297,7 @@ def test_what_goes_past_the_page_cache_lands_whole(tmp_path: Path, size: int):
     assert fetched.path is not None and fetched.path.read_bytes() == body
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.permutations(range(9)), st.sets(st.integers(0, 8)))
 def test_a_digest_is_of_the_order_in_the_file_whatever_the_order_of_arrival(order: list[int], kept: set[int]):
     """`kept`: whose bytes are still in memory; the others are read back."""
