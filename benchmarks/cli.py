@@ -36,6 +36,14 @@ def loader(
 
 
 @app.command()
+def lockstep(json: JsonFile = None, seed: Seed = 0) -> None:
+    """Four ranks on two nodes from a source that slows down, against the bound, beside webdataset."""
+    from forebay.benchmarks.lockstep import bench
+
+    bench(seed).publish(json)
+
+
+@app.command()
 def staging(
     json: JsonFile = None,
     peer: Annotated[

@@ -11,6 +11,7 @@ from forebay.benchmarks.report import Report
 _COMMANDS = {
     "checkpoint": "Save, drain, upload and restore, beside plain copies, the disk alone and torch.",
     "loader": "Samples per second from staged shards, hot, beside other loaders on the same files.",
+    "lockstep": "Four ranks on two nodes, a source that slows down: time over its bound, skew of the waits.",
     "staging": "Cold to hot through stagerd, every MD5 checked, beside other clients on the same objects.",
     "eviction": "Hit ratios of stagerd's own evictor beside other policies and the optimum, same traces.",
     "stager": "Scale, hand-over of descriptors, demands beside a stage job, bytes from cold for four nodes.",

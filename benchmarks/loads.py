@@ -50,12 +50,14 @@ def loads(scale: float) -> list[Load]:
     ]
 
 
-def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+def tar_bytes(members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
 
 
 def _tars(samples: int, sample_bytes: int) -> Callable[[Path, random.Random], None]:
@@ -83,7 +85,7 @@ def _jpegs(samples: int) -> Callable[[Path, random.Random], None]:
 def _write_shards(folder: Path, samples: int, field: str, sample: Callable[[], bytes]) -> None:
     for shard in range(_SHARDS):
         names = [f"{shard:05d}-{number:06d}.{field}" for number in range(samples // _SHARDS)]
-        write_tar(folder / f"{shard:05d}.tar", [(name, sample()) for name in names])
+        (folder / f"{shard:05d}.tar").write_bytes(tar_bytes([(name, sample()) for name in names]))
 
 
 def _ids(windows: int) -> Callable[[Path, random.Random], None]:

@@ -8,6 +8,7 @@ file: FOREBAY_STAGER__CAPACITY=200GB sets `capacity` in `[stager]`. Sizes take u
 from __future__ import annotations
 
 import os
+import socket
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -175,6 +176,7 @@ class Settings(BaseSettings):
     )
 
     home: Path = Field(default_factory=_default_home, description="state of this node")
+    node: str = Field(default_factory=socket.gethostname, description="name of this node among others")
     stager: StagerSettings = StagerSettings()  # type: ignore[call-arg]
     warm: WarmSettings = WarmSettings()  # type: ignore[call-arg]
     transfer: TransferSettings = TransferSettings()  # type: ignore[call-arg]

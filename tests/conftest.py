@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import os
 import shutil
 import signal
 import subprocess
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ import obstore
 import pytest
 
 from forebay.benchmarks.daemons import start_daemon
+from forebay.benchmarks.loads import tar_bytes
 from forebay.benchmarks.seaweed import S3Server, running_server
 from forebay.core.channel import Channel, ask
 from forebay.core.config import Settings
@@ -128,16 +127,6 @@ def stats_below(folder: Path) -> dict[Path, os.stat_result]:
             if path.is_file():
                 found[path] = path.stat()
     return found
-
-
-def tar_bytes(members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
-        for name, data in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return buffer.getvalue()
 
 
 def shard_bytes(shard: int, samples: int, sample_bytes: int = 100) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+from forebay.core.config import Settings
 from forebay.core.errors import ForebayError, InvalidRequest
 from forebay.core.protocol import Runway
 from forebay.loaders.pacing.board import Board, job_store
@@ -86,7 +86,7 @@ class Monitor:
         self._fed = fed
         self._job, self._rank, self._world_size = place.job, place.rank, place.world_size
         self._looked = looked
-        self._node = socket.gethostname()
+        self._node = Settings.load().node
         self._stop = threading.Event()
         self._board: Board | None = None
         self._alarm_s = pacing.alarm_s or _NCCL_TIMEOUT_S / 3

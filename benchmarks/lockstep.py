@@ -1,0 +1,249 @@
+"""`forebay bench lockstep`: four ranks on two nodes from a source that is slow, for a while slower still.
+
+Nodes are daemons and processes with homes and links of their own. Compute is emulated by sleeping, each step
+ends in an all-reduce (gloo). The bound is what link and compute allow when nothing else costs any time.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import obstore
+
+from forebay.benchmarks.daemons import running_daemon
+from forebay.benchmarks.loads import tar_bytes
+from forebay.benchmarks.report import Case, Report
+from forebay.benchmarks.seaweed import S3Server, free_ports, running_server
+from forebay.benchmarks.settings import environment
+from forebay.benchmarks.throttle import Links, Schedule, throttled
+from forebay.core.errors import InvalidRequest
+
+_NODES, _RANKS = 2, 4
+_BATCH, _SAMPLE_BYTES = 8, 50_000
+_SHARDS, _SHARD_SAMPLES = 64, 100
+_STEP_S = 0.1
+# What a node needs is the whole batch of the job, unless it shares a warm tier with the other.
+_SUPPLY = 1.5
+_CUT_FROM_S, _CUT_S = 6.0, 5.0
+_FIELD = "bin"
+
+
+@dataclass(frozen=True)
+class Job:
+    """`urls`: of the dataset for ours, of the shards for peers."""
+
+    urls: list[str]
+    endpoints: list[str]
+    homes: list[str]
+    port: int
+    out: str
+    rank: int = 0
+
+    @property
+    def node(self) -> int:
+        return self.rank * _NODES // _RANKS
+
+
+def bench(seed: int) -> Report:
+    """Each contestant reads the dataset once, from the same objects, by the same links."""
+    with ExitStack() as stack:
+        server = stack.enter_context(running_server())
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-bench-", dir=Path.cwd()))
+        stack.enter_context(environment(**server.env))
+        sizes_bytes = _upload(server, seed)
+        cases = [
+            _case("every node from the source", server, Path(home) / "cold", sizes_bytes, warm=False),
+            _case("a warm tier between", server, Path(home) / "warm", sizes_bytes, warm=True),
+            _peer_case(server, Path(home) / "peer", sizes_bytes),
+        ]
+    ours, peer = cases[:2], cases[2]
+    figures = {
+        "step_time_over_bound": max(case.figures["step_time_over_bound"] for case in ours),
+        "skew_p99_over_step": max(case.figures["skew_p99_over_step"] for case in ours),
+        "peer_step_time_over_bound": peer.figures["step_time_over_bound"],
+        "peer_skew_p99_over_step": peer.figures["skew_p99_over_step"],
+    }
+    return Report("lockstep", figures, cases, seed)
+
+
+def _upload(server: S3Server, seed: int) -> int:
+    """Bytes of one shard; all are of one size."""
+    noise, size_bytes = random.Random(seed), 0
+    for shard in range(_SHARDS):
+        names = [f"{shard:03d}-{number:04d}.{_FIELD}" for number in range(_SHARD_SAMPLES)]
+        body = tar_bytes([(name, noise.randbytes(_SAMPLE_BYTES)) for name in names])
+        obstore.put(server.store(), f"lockstep/{shard:03d}.tar", body, use_multipart=False)
+        size_bytes = len(body)
+    return size_bytes
+
+
+def _schedules() -> list[Schedule]:
+    rate = _SUPPLY * _RANKS * _BATCH * _SAMPLE_BYTES / _STEP_S
+    cut = ((0.0, rate), (_CUT_FROM_S, rate / 2), (_CUT_FROM_S + _CUT_S, rate))
+    return [Schedule(((0.0, rate),)), Schedule(cut)]
+
+
+def bound_s(steps: int, step_bytes: float, schedules: list[Schedule]) -> float:
+    """Every step begins when its bytes are on every node and the step before is over."""
+    now_s = 0.0
+    for step in range(1, steps + 1):
+        now_s = max(now_s, *(link.arrival_s(step * step_bytes) for link in schedules)) + _STEP_S
+    return now_s
+
+
+def _case(name: str, server: S3Server, home: Path, shard_bytes: int, *, warm: bool) -> Case:
+    home.mkdir()
+    share = 1 / _NODES if warm else 1
+    with ExitStack() as stack:
+        links = stack.enter_context(throttled(_port(server), _schedules()))
+        job = _job(server, home, links)
+        if warm:
+            stack.enter_context(environment(FOREBAY_WARM__URL=str(home / "warm")))
+        for node, endpoint in enumerate(job.endpoints):
+            env = {
+                "FOREBAY_HOME": job.homes[node],
+                "AWS_ENDPOINT_URL": endpoint,
+                "FOREBAY_NODE": f"node-{node}",
+            }
+            stack.enter_context(running_daemon("stager", env))
+        return _figures(f"forebay, {name}", _run(_ours, job, links), shard_bytes, share)
+
+
+def _peer_case(server: S3Server, home: Path, shard_bytes: int) -> Case:
+    home.mkdir()
+    with throttled(_port(server), _schedules()) as links:
+        job = _job(server, home, links)
+        waits = _run(_webdataset, replace(job, urls=[f"{shard:03d}.tar" for shard in range(_SHARDS)]), links)
+    return _figures("torch DataLoader with webdataset, s5cmd cat", waits, shard_bytes, 1 / _NODES)
+
+
+def _job(server: S3Server, home: Path, links: Links) -> Job:
+    endpoints = [f"http://127.0.0.1:{port}" for port in links.ports]
+    homes = [str(home / f"node-{node}") for node in range(_NODES)]
+    return Job([server.url("lockstep")], endpoints, homes, free_ports(1)[0], str(home / "out.json"))
+
+
+def _port(server: S3Server) -> int:
+    return int(server.endpoint.rpartition(":")[2])
+
+
+def _figures(name: str, found: dict[str, Any], shard_bytes: int, share: float) -> Case:
+    """`share` of the job's bytes comes over each link."""
+    waits = found["waits_s"]
+    steps = len(waits[0])
+    step_bytes = shard_bytes / _SHARD_SAMPLES * _BATCH * _RANKS * share
+    bound = bound_s(steps, step_bytes, _schedules())
+    skews = [max(step) - min(step) for step in zip(*waits, strict=True)]
+    figures = {
+        "step_time_over_bound": found["seconds"] / bound,
+        "skew_p99_over_step": statistics.quantiles(skews, n=100)[98] / _STEP_S,
+        "seconds": found["seconds"],
+        "bound_s": bound,
+        "first_wait_s": max(step[0] for step in waits),
+        "wait_share": statistics.fmean(map(sum, waits)) / found["seconds"],
+    }
+    return Case(f"{name}: {steps} steps", figures)
+
+
+def _run(batches: Callable[[Job], Iterable[Any]], job: Job, links: Links) -> dict[str, Any]:
+    """All ranks, from the first ask to the last step. Raises InvalidRequest when one fails."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    ranks = []
+    for rank in range(_RANKS):
+        started = theirs if rank == 0 else None
+        ranks.append(context.Process(target=_rank, args=(batches, replace(job, rank=rank), started)))
+    for process in ranks:
+        process.start()
+    theirs.close()
+    with suppress(EOFError):
+        links.start(ours.recv(), _schedules())
+    for process in ranks:
+        process.join()
+    codes = [process.exitcode for process in ranks]
+    if any(codes):
+        raise InvalidRequest(f"ranks ended with {codes}; see above")
+    found: dict[str, Any] = json.loads(Path(job.out).read_text())
+    return found
+
+
+def _rank(batches: Callable[[Job], Iterable[Any]], job: Job, started: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(job.rank), WORLD_SIZE=str(_RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port),
+        FOREBAY_HOME=job.homes[job.node], FOREBAY_NODE=f"node-{job.node}",
+        AWS_ENDPOINT_URL=job.endpoints[job.node],
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found, waits, gradient = batches(job), list[float](), torch.ones(1024)
+    dist.barrier()
+    began_at = time.monotonic()
+    if started:
+        started.send(began_at)
+    with _iterating(found) as iterator:
+        while True:
+            asked_at = time.monotonic()
+            if next(iterator, None) is None:
+                break
+            waits.append(time.monotonic() - asked_at)
+            time.sleep(_STEP_S)
+            dist.all_reduce(gradient)
+    seconds = time.monotonic() - began_at
+    everybody: list[Any] = [None] * _RANKS
+    dist.all_gather_object(everybody, waits)
+    if job.rank == 0:
+        steps = min(map(len, everybody))
+        Path(job.out).write_text(
+            json.dumps({"seconds": seconds, "waits_s": [found[:steps] for found in everybody]})
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _iterating(batches: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    iterator = iter(batches)
+    try:
+        yield iterator
+    finally:
+        del iterator
+
+
+def _ours(job: Job) -> Iterable[Any]:
+    from forebay.loaders import DataLoader, StagedDataset
+
+    dataset = StagedDataset(job.urls[0], fields=(_FIELD,), decode="array")
+    return DataLoader(dataset, _BATCH, shuffle=True, shuffle_block=2)
+
+
+def _webdataset(job: Job) -> Iterable[Any]:
+    """Shards split over nodes and workers, each streamed by the command that its documentation pipes from."""
+    import sys
+
+    import webdataset as wds
+
+    s5cmd = Path(sys.executable).with_name("s5cmd")
+    urls = [
+        f"pipe:{s5cmd} --endpoint-url {job.endpoints[job.node]} cat s3://forebay/lockstep/{key}"
+        for key in job.urls
+    ]
+    dataset = wds.WebDataset(
+        urls, nodesplitter=wds.split_by_node, workersplitter=wds.split_by_worker, shardshuffle=False
+    )
+    steps = _SHARDS * _SHARD_SAMPLES // (_BATCH * _RANKS)
+    loader = wds.WebLoader(dataset.to_tuple(_FIELD).batched(_BATCH), batch_size=None, num_workers=2)
+    return loader.with_epoch(steps)  # type: ignore[no-any-return]
