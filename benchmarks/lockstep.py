@@ -30,12 +30,12 @@ from forebay.benchmarks.throttle import Links, Schedule, throttled
 from forebay.core.errors import InvalidRequest
 
 _NODES, _RANKS = 2, 4
-_BATCH, _SAMPLE_BYTES = 8, 50_000
-_SHARDS, _SHARD_SAMPLES = 64, 100
-_STEP_S = 0.1
+_BATCH, _SAMPLE_BYTES = 16, 50_000
+_SHARDS, _SHARD_SAMPLES = 200, 50
+_STEP_S = 0.2
 # What a node needs is the whole batch of the job, unless it shares a warm tier with the other.
 _SUPPLY = 1.5
-_CUT_FROM_S, _CUT_S = 6.0, 5.0
+_CUT_FROM_S, _CUT_S = 8.0, 8.0
 _FIELD = "bin"
 
 
@@ -61,11 +61,13 @@ def bench(seed: int) -> Report:
         server = stack.enter_context(running_server())
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-bench-", dir=Path.cwd()))
         stack.enter_context(environment(**server.env))
-        sizes_bytes = _upload(server, seed)
+        shard_bytes = _upload(server, seed)
+        # The all-reduce is part of a step, as is whatever these cores cost it.
+        step_s = _alone_s(Path(home) / "alone")
         cases = [
-            _case("every node from the source", server, Path(home) / "cold", sizes_bytes, warm=False),
-            _case("a warm tier between", server, Path(home) / "warm", sizes_bytes, warm=True),
-            _peer_case(server, Path(home) / "peer", sizes_bytes),
+            _case("every node from the source", server, Path(home) / "cold", shard_bytes, step_s, warm=False),
+            _case("a warm tier between", server, Path(home) / "warm", shard_bytes, step_s, warm=True),
+            _peer_case(server, Path(home) / "peer", shard_bytes, step_s),
         ]
     ours, peer = cases[:2], cases[2]
     figures = {
@@ -73,6 +75,7 @@ def bench(seed: int) -> Report:
         "skew_p99_over_step": max(case.figures["skew_p99_over_step"] for case in ours),
         "peer_step_time_over_bound": peer.figures["step_time_over_bound"],
         "peer_skew_p99_over_step": peer.figures["skew_p99_over_step"],
+        "step_s": step_s,
     }
     return Report("lockstep", figures, cases, seed)
 
@@ -94,15 +97,15 @@ def _schedules() -> list[Schedule]:
     return [Schedule(((0.0, rate),)), Schedule(cut)]
 
 
-def bound_s(steps: int, step_bytes: float, schedules: list[Schedule]) -> float:
+def bound_s(steps: int, step_bytes: float, step_s: float, schedules: list[Schedule]) -> float:
     """Every step begins when its bytes are on every node and the step before is over."""
     now_s = 0.0
     for step in range(1, steps + 1):
-        now_s = max(now_s, *(link.arrival_s(step * step_bytes) for link in schedules)) + _STEP_S
+        now_s = max(now_s, *(link.arrival_s(step * step_bytes) for link in schedules)) + step_s
     return now_s
 
 
-def _case(name: str, server: S3Server, home: Path, shard_bytes: int, *, warm: bool) -> Case:
+def _case(name: str, server: S3Server, home: Path, shard_bytes: int, step_s: float, *, warm: bool) -> Case:
     home.mkdir()
     share = 1 / _NODES if warm else 1
     with ExitStack() as stack:
@@ -117,15 +120,24 @@ def _case(name: str, server: S3Server, home: Path, shard_bytes: int, *, warm: bo
                 "FOREBAY_NODE": f"node-{node}",
             }
             stack.enter_context(running_daemon("stager", env))
-        return _figures(f"forebay, {name}", _run(_ours, job, links), shard_bytes, share)
+        return _figures(f"forebay, {name}", _run(_ours, job, links), shard_bytes, share, step_s)
 
 
-def _peer_case(server: S3Server, home: Path, shard_bytes: int) -> Case:
+def _peer_case(server: S3Server, home: Path, shard_bytes: int, step_s: float) -> Case:
     home.mkdir()
     with throttled(_port(server), _schedules()) as links:
         job = _job(server, home, links)
         waits = _run(_webdataset, replace(job, urls=[f"{shard:03d}.tar" for shard in range(_SHARDS)]), links)
-    return _figures("torch DataLoader with webdataset, s5cmd cat", waits, shard_bytes, 1 / _NODES)
+    return _figures("torch DataLoader with webdataset, s5cmd cat", waits, shard_bytes, 1 / _NODES, step_s)
+
+
+def _alone_s(home: Path) -> float:
+    """A step of the same ranks without any data."""
+    home.mkdir()
+    found = _run(
+        _nothing, Job([], [""] * _NODES, [str(home)] * _NODES, free_ports(1)[0], str(home / "out.json"))
+    )
+    return float(found["seconds"]) / len(found["waits_s"][0])
 
 
 def _job(server: S3Server, home: Path, links: Links) -> Job:
@@ -138,16 +150,16 @@ def _port(server: S3Server) -> int:
     return int(server.endpoint.rpartition(":")[2])
 
 
-def _figures(name: str, found: dict[str, Any], shard_bytes: int, share: float) -> Case:
+def _figures(name: str, found: dict[str, Any], shard_bytes: int, share: float, step_s: float) -> Case:
     """`share` of the job's bytes comes over each link."""
     waits = found["waits_s"]
     steps = len(waits[0])
     step_bytes = shard_bytes / _SHARD_SAMPLES * _BATCH * _RANKS * share
-    bound = bound_s(steps, step_bytes, _schedules())
+    bound = bound_s(steps, step_bytes, step_s, _schedules())
     skews = [max(step) - min(step) for step in zip(*waits, strict=True)]
     figures = {
         "step_time_over_bound": found["seconds"] / bound,
-        "skew_p99_over_step": statistics.quantiles(skews, n=100)[98] / _STEP_S,
+        "skew_p99_over_step": statistics.quantiles(skews, n=100)[98] / step_s,
         "seconds": found["seconds"],
         "bound_s": bound,
         "first_wait_s": max(step[0] for step in waits),
@@ -156,7 +168,7 @@ def _figures(name: str, found: dict[str, Any], shard_bytes: int, share: float) -
     return Case(f"{name}: {steps} steps", figures)
 
 
-def _run(batches: Callable[[Job], Iterable[Any]], job: Job, links: Links) -> dict[str, Any]:
+def _run(batches: Callable[[Job], Iterable[Any]], job: Job, links: Links | None = None) -> dict[str, Any]:
     """All ranks, from the first ask to the last step. Raises InvalidRequest when one fails."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -168,7 +180,9 @@ def _run(batches: Callable[[Job], Iterable[Any]], job: Job, links: Links) -> dic
         process.start()
     theirs.close()
     with suppress(EOFError):
-        links.start(ours.recv(), _schedules())
+        began_at = ours.recv()
+        if links:
+            links.start(began_at, _schedules())
     for process in ranks:
         process.join()
     codes = [process.exitcode for process in ranks]
@@ -223,6 +237,10 @@ def _iterating(batches: Iterable[Any]) -> Iterator[Iterator[Any]]:
         del iterator
 
 
+def _nothing(job: Job) -> Iterable[Any]:
+    return range(100)
+
+
 def _ours(job: Job) -> Iterable[Any]:
     from forebay.loaders import DataLoader, StagedDataset
 
@@ -245,5 +263,11 @@ def _webdataset(job: Job) -> Iterable[Any]:
         urls, nodesplitter=wds.split_by_node, workersplitter=wds.split_by_worker, shardshuffle=False
     )
     steps = _SHARDS * _SHARD_SAMPLES // (_BATCH * _RANKS)
-    loader = wds.WebLoader(dataset.to_tuple(_FIELD).batched(_BATCH), batch_size=None, num_workers=2)
+    # As in a script that torchrun starts: these ranks were spawned, and their workers would be, too.
+    loader = wds.WebLoader(
+        dataset.to_tuple(_FIELD).batched(_BATCH),
+        batch_size=None,
+        num_workers=2,
+        multiprocessing_context="fork",
+    )
     return loader.with_epoch(steps)  # type: ignore[no-any-return]

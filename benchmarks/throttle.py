@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 _CHUNK_BYTES = 64 << 10
+_LATE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class _Proxy:
         writer.close()
 
     async def _turn(self, link: int, size_bytes: int) -> None:
-        """The link is busy with one chunk at a time."""
+        """The link is busy with one chunk at a time; this process may come a little late for the next."""
         now = time.monotonic()
         rate_bps = self._schedules[link].rate_bps(now - self._started_at)
-        self._free_at[link] = max(now, self._free_at[link]) + size_bytes / rate_bps
+        self._free_at[link] = max(now - _LATE_S, self._free_at[link]) + size_bytes / rate_bps
         await asyncio.sleep(self._free_at[link] - now)

@@ -15,14 +15,15 @@ from forebay.core.config import Settings
 from forebay.core.errors import StoreError
 from forebay.stager.coordination import open_coordinator
 from forebay.stager.manifest import Shard
-from forebay.stager.warm import WarmTier
+from forebay.stager.warm import Claim, WarmTier
 from forebay.tiers.budget import Gate, Ticket
-from forebay.tiers.flow import Flow
+from forebay.tiers.flow import Flow, Open
 from forebay.tiers.landing import Fetched, Landing
 from forebay.tiers.store import Store, normalize_url, open_store
 from forebay.tiers.transfer import Transfers
 
 Tier = Literal["cold", "warm"]
+_OPEN = Open()
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Sources:
         self._stores: dict[str, Store] = {}
         self.flows: dict[str, Flow] = {}
         self.fetched_bytes: Counter[Tier] = Counter()
+        # Not bytes: shards that this node has claimed and that are not here yet.
+        self._claims = Gate(2)
         self.warm = self._open_warm(settings.warm.url) if settings.warm.url else None
 
     def configure(self, settings: Settings) -> None:
@@ -80,22 +83,39 @@ class Sources:
         elsewhere: Callable[[], AbstractContextManager[None]],
     ) -> Brought:
         """Bring a shard to a landing. `elsewhere` is entered while another node is at it."""
-        if self.warm:
+        if not self.warm:
+            return await self._from_cold(shard, landing, ticket)
+        claim: Claim = "taken"
+        while True:
             if file := await self.warm.fetch(shard, landing, ticket):
                 return self._counted(Brought(file, "warm"))
-            with elsewhere():
-                mine = await self.warm.claim(shard, self._settings.stager.wait_s / 2)
-            if not mine and (file := await self.warm.fetch(shard, landing, ticket)):
-                return self._counted(Brought(file, "warm"))
+            if claim == "there":
+                # And cannot be read.
+                return await self._from_cold(shard, landing, ticket)
+            # What is claimed is fetched soon: the rest is left to nodes that have more room.
+            self._claims.configure(max(2, int(self.flow(shard.url).window)), 0)
+            async with self._claims.turn(_OPEN, ticket, 1):
+                claim = await self.warm.claim(shard)
+                if claim == "mine":
+                    return await self._claimed(self.warm, shard, landing, ticket)
+            if claim == "taken":
+                with elsewhere():
+                    await self.warm.others(shard, ticket, self._settings.stager.wait_s / 2)
+
+    async def _claimed(
+        self, warm: WarmTier, shard: Shard, landing: Callable[[], Landing], ticket: Ticket
+    ) -> Brought:
         try:
-            file = await self._transfers.fetch(
-                self.store(shard.url), self.flow(shard.url), shard.info, landing, ticket
-            )
+            return await self._from_cold(shard, landing, ticket)
         except BaseException:
-            if self.warm:
-                await self.warm.release(shard)
+            await warm.release(shard)
             raise
-        return self._counted(Brought(file, "cold"))
+
+    async def _from_cold(self, shard: Shard, landing: Callable[[], Landing], ticket: Ticket) -> Brought:
+        store, flow = self.store(shard.url), self.flow(shard.url)
+        return self._counted(
+            Brought(await self._transfers.fetch(store, flow, shard.info, landing, ticket), "cold")
+        )
 
     async def fetch_small(
         self, shards: list[Shard], landing: Callable[[Shard], Landing], ticket: Ticket

@@ -25,7 +25,7 @@ from forebay.core.errors import DigestMismatch, ForebayError, ObjectNotFound, St
 from forebay.core.units import format_bytes
 from forebay.stager.coordination import Coordinator
 from forebay.stager.manifest import Shard
-from forebay.tiers.budget import Ticket
+from forebay.tiers.budget import Class, Ticket
 from forebay.tiers.flow import Flow
 from forebay.tiers.landing import Fetched, Landing
 from forebay.tiers.store import ObjectInfo, Store
@@ -34,10 +34,13 @@ from forebay.tiers.transfer import Transfers
 log = structlog.get_logger()
 T = TypeVar("T")
 Action = Literal["read", "write", "claim", "trim"]
+Claim = Literal["mine", "there", "taken"]
 
 _PART_BYTES = 16 << 20
 _POLL_S = 0.05
 _LONGEST_POLL_S = 1.0
+# Of what a rank waits for.
+_URGENT_POLL_S = 0.1
 _COUNT_AGAIN_S = 60.0
 _TRIM_TO = 0.9
 # After a failure the tier is left alone for a while, so that each fetch does not wait for it in vain.
@@ -93,17 +96,19 @@ class WarmTier:
             (msgspec.structs.replace(info, md5=None), digest) if info.size_bytes == shard.size_bytes else None
         )
 
-    async def claim(self, shard: Shard, deadline_s: float) -> bool:
-        """Wait until this node is to fetch the shard from cold (True), or it has appeared here (False).
+    async def claim(self, shard: Shard) -> Claim:
+        """Is this node to fetch the shard from cold? When coordinating fails, everybody may."""
+        return await self._guarded("claim", lambda: self._claim(shard)) or "mine"
 
-        When coordinating fails, or takes longer than `deadline_s`, everybody may fetch.
+    async def others(self, shard: Shard, ticket: Ticket, limit_s: float) -> None:
+        """Wait while another node fetches it: until it is here, or its claim is free, or was taken over.
+
+        When coordinating fails, or takes longer than the limit, this node takes it for its own.
         """
-        outcome: Literal["mine", "there"] | None = None
-        with anyio.move_on_after(deadline_s):
-            outcome = await self._guarded("claim", lambda: self._wait_for_claim(shard), math.inf)
-        if outcome == "mine":
+        with anyio.move_on_after(limit_s) as limit:
+            await self._guarded("claim", lambda: self._wait_for(shard, ticket), math.inf)
+        if limit.cancelled_caught:
             self._mine.add(shard.id)
-        return outcome != "there"
 
     async def release(self, shard: Shard) -> None:
         """The claim, if it is this node's, goes back."""
@@ -119,29 +124,39 @@ class WarmTier:
             for object_id in list(self._mine):
                 await self._guarded("claim", partial(self._coordinator.beat, object_id))
 
-    async def _wait_for_claim(self, shard: Shard) -> Literal["mine", "there"]:
+    async def _claim(self, shard: Shard) -> Claim:
+        if shard.id in self._mine:
+            return "mine"
+        mine = await self._coordinator.claim(shard.id)
+        # Somebody may have finished between the look and the claim.
+        if await self._look(shard):
+            if mine:
+                await self._coordinator.release(shard.id)
+            return "there"
+        if mine:
+            self._mine.add(shard.id)
+        return "mine" if mine else "taken"
+
+    async def _wait_for(self, shard: Shard, ticket: Ticket) -> None:
         seen: str | None = None
-        seen_at, pause_s = 0.0, _POLL_S
-        while True:
-            if await self._coordinator.claim(shard.id):
-                # Somebody may have finished between the look and the claim.
-                if await self._look(shard):
-                    await self._coordinator.release(shard.id)
-                    return "there"
-                return "mine"
-            if await self._look(shard):
-                return "there"
+        seen_at, pause_s = time.monotonic(), _POLL_S
+        while not await self._look(shard):
             sign = await self._coordinator.sign(shard.id)
-            if sign is None or sign != seen:
+            if sign is None:
+                return
+            if sign != seen:
                 seen, seen_at = sign, time.monotonic()
             elif time.monotonic() - seen_at > self._settings.stale_s:
                 log.warning("claim of a silent node taken over", object=shard.id, owner=seen)
                 metrics.warm_takeovers.inc()
                 if await self._coordinator.take_over(shard.id, seen):
-                    return "mine"
+                    self._mine.add(shard.id)
+                    return
             # No file system tells another node that a name appeared: it has to be looked for.
-            await anyio.sleep(random.uniform(0.5, 1.0) * pause_s)
-            pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
+            longest_s = _URGENT_POLL_S if ticket.cls <= Class.RESTORE else _LONGEST_POLL_S
+            pause_s = min(pause_s * 1.5, longest_s)
+            with anyio.move_on_after(random.uniform(0.5, 1.0) * pause_s):
+                await ticket.raised.wait()
 
     async def publish(self, shard: Shard, fetched: Fetched) -> None:
         """Hot -> warm, for the other nodes: the data, then what vouches for it."""

@@ -35,8 +35,13 @@ class Ticket:
 
     cls: Class
     rank: float = 0.0
+    # Set when it comes into a stronger class, for who waits elsewhere than at the gate.
+    raised: anyio.Event = field(default_factory=anyio.Event)
 
     def raise_to(self, cls: Class, rank: float) -> None:
+        if cls < self.cls:
+            self.raised.set()
+            self.raised = anyio.Event()
         self.cls, self.rank = min((self.cls, self.rank), (cls, rank))
 
 

@@ -24,7 +24,10 @@ from forebay.tiers.budget import Class, TokenBucket
 
 T = TypeVar("T")
 
-_FIRST_WINDOW = 16.0
+# Objects that share a slow link all come late: the first one goes alone, and tells how long that takes.
+_FIRST_WINDOW = 1.0
+# Large ones take twice as long beside another one only when the link is full; small ones vary by themselves.
+_FILLED, _LARGE_BYTES = 1.5, 1 << 20
 _LEAST_RANGES = 2
 _LONGEST_PAUSE_S = 5.0
 _QUEUEING = 4.0
@@ -208,6 +211,8 @@ class Flow:
         latency.add(latency_s)
         self._pause_s = 0.0
         queueing = latency.smooth_s / latency.base_s
+        if queueing > (_FILLED if size_bytes >= _LARGE_BYTES else _QUEUEING):
+            self._threshold = min(self._threshold, self.window)
         if queueing > _SHRINKING and self.window > _LEAST_VEGAS_WINDOW:
             self.window -= 1 / self.window
         elif queueing <= _QUEUEING and self._total >= self.window - 1:

@@ -91,6 +91,7 @@ def test_a_raised_ticket_overtakes():
 def test_bulk_takes_little_while_a_rank_waits():
     """Its next range does not start beside a demand that uses the source already."""
     gate, flow = Gate(100), Flow("s", 64)
+    flow.window = 16.0
 
     async def main() -> int:
         async with gate.turn(flow, Ticket(Class.DEMAND), 1):
