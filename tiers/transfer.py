@@ -15,7 +15,7 @@ from typing import TypeVar
 import anyio
 import structlog
 from anyio import to_thread
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 from tenacity.wait import wait_random_exponential
 
 from forebay.core.config import TransferSettings
@@ -39,16 +39,20 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _TRANSIENT = (StoreUnreachable, StoreBusy, ShortBody)
+_PATIENCE = 2
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 5.0
 
 
 async def retrying(call: Callable[[], Awaitable[T]], attempts: int) -> T:
-    """Try again what may pass by itself, with full jitter (so that many waiters spread out)."""
+    """Try again what may pass by itself, with full jitter (so that many waiters spread out).
+
+    A server that is busy says nothing about this request: it gets twice as many tries.
+    """
     async for attempt in AsyncRetrying(
         retry=retry_if_exception_type(_TRANSIENT),
         wait=wait_random_exponential(_FIRST_WAIT_S, _LONGEST_WAIT_S),
-        stop=stop_after_attempt(attempts),
+        stop=partial(_enough, attempts),
         before_sleep=_say,
         sleep=anyio.sleep,
         reraise=True,
@@ -56,6 +60,11 @@ async def retrying(call: Callable[[], Awaitable[T]], attempts: int) -> T:
         with attempt:
             return await call()
     raise AssertionError("tenacity either returns or raises")
+
+
+def _enough(attempts: int, state: RetryCallState) -> bool:
+    busy = state.outcome is not None and isinstance(state.outcome.exception(), StoreBusy)
+    return state.attempt_number >= attempts * (_PATIENCE if busy else 1)
 
 
 def _say(state: RetryCallState) -> None:
