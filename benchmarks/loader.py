@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from forebay.benchmarks.daemons import running_daemon
+from forebay.benchmarks.first_batch import first_batches
 from forebay.benchmarks.loads import TOKENS, Load, loads
 from forebay.benchmarks.peers.loader import decoded, torch_memmap, webdataset
 from forebay.benchmarks.report import Case, Report
@@ -23,6 +24,7 @@ from forebay.loaders import DataLoader, StagedDataset
 from forebay.loaders.formats import Tokens
 
 _EPOCHS = 5
+_SOON = ("first_batch_over_transfer", "first_batch_hot_ms", "resume_ms")
 
 
 def bench(scale: float, batch_size: int, workers: int, seed: int) -> Report:
@@ -34,7 +36,10 @@ def bench(scale: float, batch_size: int, workers: int, seed: int) -> Report:
         "ratio_vs_best_peer": min(case.figures["ratio"] for case in cases),
         "floor_ratio": min(case.figures["floor_ratio"] for case in cases),
     }
-    return Report("loader", figures, cases, seed)
+    soon = first_batches(seed)
+    for case in soon:
+        figures |= {key: case.figures[key] for key in _SOON if key in case.figures}
+    return Report("loader", figures, cases + soon, seed)
 
 
 def _case(load: Load, batch_size: int, workers: int, seed: int) -> Case:

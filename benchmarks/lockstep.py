@@ -114,7 +114,7 @@ def _case(name: str, server: S3Server, home: Path, shard_bytes: int, step_s: flo
     home.mkdir()
     share = 1 / _NODES if warm else 1
     with ExitStack() as stack:
-        links = stack.enter_context(throttled(_port(server), _schedules()))
+        links = stack.enter_context(throttled(server.port, _schedules()))
         job = _job(server, home, links)
         if warm:
             stack.enter_context(environment(FOREBAY_WARM__URL=str(home / "warm")))
@@ -130,7 +130,7 @@ def _case(name: str, server: S3Server, home: Path, shard_bytes: int, step_s: flo
 
 def _peer_case(server: S3Server, home: Path, shard_bytes: int, step_s: float) -> Case:
     home.mkdir()
-    with throttled(_port(server), _schedules()) as links:
+    with throttled(server.port, _schedules()) as links:
         job = _job(server, home, links)
         waits = _run(_webdataset, replace(job, urls=[f"{shard:03d}.tar" for shard in range(_SHARDS)]), links)
     return _figures("torch DataLoader with webdataset, s5cmd cat", waits, shard_bytes, 1 / _NODES, step_s)
@@ -149,10 +149,6 @@ def _job(server: S3Server, home: Path, links: Links) -> Job:
     endpoints = [f"http://127.0.0.1:{port}" for port in links.ports]
     homes = [str(home / f"node-{node}") for node in range(_NODES)]
     return Job([server.url("lockstep")], endpoints, homes, free_ports(1)[0], str(home / "out.json"))
-
-
-def _port(server: S3Server) -> int:
-    return int(server.endpoint.rpartition(":")[2])
 
 
 def _figures(name: str, found: dict[str, Any], shard_bytes: int, share: float, step_s: float) -> Case:

@@ -63,6 +63,10 @@ class S3Server:
             "AWS_REGION": "us-east-1",
         }
 
+    @property
+    def port(self) -> int:
+        return int(self.endpoint.rpartition(":")[2])
+
     def url(self, prefix: str) -> str:
         return f"s3://{self.bucket}/{prefix}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from typing import Any, Literal, TypedDict, get_args
 
@@ -121,7 +121,7 @@ class DataLoader:
         if explain:
             print(self.explain())
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         start = self._cursor if self._resuming else Cursor()
         self._resuming, self._cursor = False, start
         epoch = self._epoch

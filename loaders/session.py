@@ -6,7 +6,9 @@ again: descriptors already handed out stay good all the while.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import mmap
 import os
 import secrets
@@ -110,6 +112,7 @@ class StagerSession:
         self.reconnecting = False
         self._given = socket
         self._private = False
+        self._said_at = -math.inf
         self._pacing: Channel | None = None
         self._channel = self._first_connection()
         reply, (fd,) = self._request(request, DatasetReply)
@@ -244,18 +247,24 @@ class StagerSession:
         """
         if self._format.single:
             return [1] * self.shards
-        while True:
-            known, _ = self._request(GetCounts(self.dataset.id, self._format.signature), Counts)
-            if min(known.samples) >= 0:
-                return [known.samples[number] for number in self._objects]
+        known = self._known_counts()
+        if min(known) < 0:
+            if self._plan is None:
+                # So that they are fetched while others are indexed.
+                self.open_plan(range(self.shards), 1)
             claim = ClaimIndex(self.dataset.id, self._format.signature)
-            task, _ = self._request(claim, IndexTask, timeout_s=600.0)
-            if task.shard is not None:
+            while (task := self._request(claim, IndexTask, timeout_s=600.0)[0]).shard is not None:
                 self._count(task.shard)
+            known = self._known_counts()
+        return [known[number] for number in self._objects]
+
+    def _known_counts(self) -> list[int]:
+        return self._request(GetCounts(self.dataset.id, self._format.signature), Counts)[0].samples
 
     def _count(self, number: int) -> None:
         if self._format.is_shard(self._keys[number].as_py()):
-            self.need(int(np.searchsorted(self._objects, number))).release()
+            place = int(np.searchsorted(self._objects, number))
+            self.need(place, place).release()
         else:
             self._publish(number, Index(0))
 
@@ -306,21 +315,27 @@ class StagerSession:
     def _retrying(self, call: Callable[[], T]) -> T:
         """Outlive a restart of the daemon. Raises the last DaemonUnavailable when it stays away."""
         deadline = time.monotonic() + _RECONNECT_S
-        while True:
+        for attempt in itertools.count():
             channel = self._channel
             try:
                 return call()
             except DaemonUnavailable as err:
+                # One that answers and hangs up on this request would do so for ever.
+                if attempt and self._closed.wait(_RECONNECT_PAUSE_S):
+                    raise
                 if self._closed.is_set() or time.monotonic() > deadline:
                     raise
                 self._restore(channel, err, deadline)
+        raise AssertionError("counting has no end")
 
     def _restore(self, broken: Channel, cause: DaemonUnavailable, deadline: float) -> None:
         """A new connection with the old plan."""
         with self._restoring:
             if self._channel is not broken:
                 return
-            log.warning("stagerd went away, connecting again: %s", cause)
+            if time.monotonic() - self._said_at > _RECONNECT_S:
+                self._said_at = time.monotonic()
+                log.warning("stagerd went away, connecting again: %s", cause)
             broken.close()
             self.reconnecting = True
             while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 
-from forebay.stager.manifest import Manifest, Shard
+from forebay.stager.manifest import Shard
 from forebay.stager.registry import Registry
 
 
@@ -14,20 +14,26 @@ class IndexClaims:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._owners: dict[tuple[str, str], int] = {}
+        # Of a listing and a way to cut: the first of its shards that is not indexed lies no earlier.
+        self._indexed_below: dict[tuple[str, str], int] = {}
         self._changed = anyio.Event()
 
-    async def claim(self, session: int, manifest: Manifest, index: str) -> int | None:
+    async def claim(self, session: int, dataset_id: str, index: str) -> int | None:
         """A shard that nobody has indexed that way or is indexing; None when all are indexed."""
+        manifest, known = self._registry.manifest(dataset_id), (dataset_id, index)
         while True:
             changed = self._changed
-            missing = 0
-            for shard in map(manifest.shard, range(len(manifest))):
+            first = len(manifest)
+            for number in range(self._indexed_below.get(known, 0), len(manifest)):
+                shard = manifest.shard(number)
                 if self._registry.samples(shard.id, index) < 0:
-                    missing += 1
+                    first = min(first, number)
                     if (shard.id, index) not in self._owners:
                         self._owners[shard.id, index] = session
-                        return shard.number
-            if not missing:
+                        self._indexed_below[known] = first
+                        return number
+            self._indexed_below[known] = first
+            if first == len(manifest):
                 return None
             await changed.wait()
 

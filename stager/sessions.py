@@ -283,8 +283,8 @@ class Session:
         return Counts([self._stager.registry.samples(object_id, request.index) for object_id in ids]), ()
 
     async def _claim_index(self, request: ClaimIndex) -> Reply:
-        manifest = self._stager.registry.manifest(request.dataset_id)
-        return IndexTask(await self._stager.claims.claim(self._number, manifest, request.index)), ()
+        number = await self._stager.claims.claim(self._number, request.dataset_id, request.index)
+        return IndexTask(number), ()
 
     # Stage jobs, pins, evictions
 
