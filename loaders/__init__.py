@@ -10,7 +10,8 @@ for images, labels in DataLoader(dataset, batch_size=64, shuffle=True, seed=1):
 from forebay.loaders.collate import Padded, Ragged
 from forebay.loaders.dataset import StagedDataset
 from forebay.loaders.device import DevicePrefetcher
+from forebay.loaders.images import Resized
 from forebay.loaders.loader import DataLoader
 from forebay.loaders.mixing import Mixture
 
-__all__ = ["DataLoader", "DevicePrefetcher", "Mixture", "Padded", "Ragged", "StagedDataset"]
+__all__ = ["DataLoader", "DevicePrefetcher", "Mixture", "Padded", "Ragged", "Resized", "StagedDataset"]

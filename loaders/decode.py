@@ -11,18 +11,13 @@ import numpy as np
 import torch
 
 from forebay.core.errors import FormatError, InvalidRequest
+from forebay.loaders.images import image, pil
 
 # Of bytes, or of the value itself where the format has values.
 Decoder: TypeAlias = Callable[[Any], Any]
 Decode: TypeAlias = str | Decoder | Mapping[str, str | Decoder] | None
 
 _IMAGES = ("png", "jpg", "jpeg", "webp", "bmp", "ppm", "pgm")
-
-
-def image(data: bytes) -> torch.Tensor:
-    """uint8, (channels, height, width); grey images have one channel."""
-    pixels = np.array(pil(data))
-    return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
 
 
 def array(data: Any) -> torch.Tensor:
@@ -32,14 +27,6 @@ def array(data: Any) -> torch.Tensor:
         if len(data)
         else torch.empty(0, dtype=torch.uint8)
     )
-
-
-def pil(data: bytes) -> Any:
-    from PIL import Image
-
-    picture = Image.open(io.BytesIO(data))
-    picture.load()
-    return picture
 
 
 def npy(data: bytes) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,10 @@ import torch
 import torch.utils.data
 
 from forebay.benchmarks.loads import IMAGE_SIDE, TOKENS, Load
+from forebay.loaders import Resized
+
+# JPEG -> uint8, (3, side, side): the decoder that all loaders share here.
+decoded = Resized(IMAGE_SIDE, IMAGE_SIDE)
 
 
 def webdataset(load: Load, files: Path, batch_size: int, workers: int) -> Iterable[Any]:
@@ -45,13 +48,3 @@ def torch_memmap(load: Load, files: Path, batch_size: int, workers: int) -> Iter
     return torch.utils.data.DataLoader(
         _Memmap(files), batch_size, shuffle=True, num_workers=workers, persistent_workers=True
     )
-
-
-def decoded(data: bytes) -> torch.Tensor:
-    """JPEG -> uint8, (3, side, side): the decoder and the resize that all loaders share here."""
-    from PIL import Image
-
-    picture = Image.open(io.BytesIO(data))
-    picture.draft("RGB", (IMAGE_SIDE, IMAGE_SIDE))
-    small = picture.convert("RGB").resize((IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.BILINEAR)
-    return torch.from_numpy(np.array(small)).permute(2, 0, 1).contiguous()
