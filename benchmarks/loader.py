@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from forebay.benchmarks.daemons import running_daemon
 from forebay.benchmarks.first_batch import first_batches
-from forebay.benchmarks.loads import TOKENS, Load, loads
-from forebay.benchmarks.peers.loader import decoded, torch_memmap, webdataset
+from forebay.benchmarks.loads import TOKENS, Load, decoded, loads
+from forebay.benchmarks.peers.loaders import peers
 from forebay.benchmarks.report import Case, Report
 from forebay.benchmarks.settings import environment
 from forebay.core.errors import InvalidRequest
@@ -49,10 +50,8 @@ def _case(load: Load, batch_size: int, workers: int, seed: int) -> Case:
         load.write(files, random.Random(seed))
         with environment(FOREBAY_HOME=f"{folder}/home"), running_daemon("stager", {}):
             contestants: dict[str, Iterable[Any]] = {"forebay": _ours(load, files, batch_size, workers, seed)}
-            if load.is_tokens:
-                contestants["torch DataLoader, memmap"] = torch_memmap(load, files, batch_size, workers)
-            else:
-                contestants["webdataset"] = webdataset(load, files, batch_size, workers)
+            contestants |= peers(load, files, Path(folder), batch_size, workers)
+            _check(contestants)
             rates: dict[str, list[float]] = {name: [] for name in contestants}
             for _ in range(_EPOCHS):
                 for name, batches in contestants.items():
@@ -67,9 +66,9 @@ def _case(load: Load, batch_size: int, workers: int, seed: int) -> Case:
         "floor_samples_per_s": floor,
         "floor_ratio": mine / floor,
     }
-    peers = {name: {"samples_per_s": rate} for name, rate in found.items()}
+    others = {name: {"samples_per_s": rate} for name, rate in found.items()}
     name = f"{load.name}: {load.samples} samples, batch {batch_size}, {workers} threads or workers"
-    return Case(name, figures, peers, "floor: the same bytes of warm memory copied into one warm batch")
+    return Case(name, figures, others, "floor: the same bytes of warm memory copied into one warm batch")
 
 
 def _ours(load: Load, files: Path, batch_size: int, workers: int, seed: int) -> DataLoader:
@@ -81,8 +80,27 @@ def _ours(load: Load, files: Path, batch_size: int, workers: int, seed: int) -> 
     return DataLoader(dataset, batch_size, shuffle=True, seed=seed, num_workers=workers)
 
 
+def _check(contestants: dict[str, Iterable[Any]]) -> None:
+    """All hand out the same samples. Raises InvalidRequest."""
+    sums = {name: sum(map(_sum, batches)) for name, batches in contestants.items()}
+    if len(set(sums.values())) != 1:
+        raise InvalidRequest(f"the loaders do not yield the same bytes: {sums}")
+
+
+def _sum(batch: Any) -> int:
+    if isinstance(batch, bytes):
+        return int(np.frombuffer(batch, np.uint8).sum(dtype=np.int64))
+    if isinstance(batch, list | tuple):
+        return sum(map(_sum, batch))
+    return int(np.asarray(batch).sum(dtype=np.int64))
+
+
 def _count(batches: Iterable[Any]) -> int:
-    return sum(len(batch if isinstance(batch, torch.Tensor) else batch[0]) for batch in batches)
+    return sum(len(batch) if _is_column(batch) else len(batch[0]) for batch in batches)
+
+
+def _is_column(batch: Any) -> bool:
+    return not isinstance(batch, tuple | list) or isinstance(batch[0], bytes)
 
 
 def _rate(run: Callable[[], int], expected: int) -> float:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import random
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from forebay.loaders import Resized
+
 TOKENS = 1024
 IMAGE_SIDE = 224
+# JPEG -> uint8, (3, side, side): the decoder that all loaders share.
+decoded = Resized(IMAGE_SIDE, IMAGE_SIDE)
 _SHARDS = 16
 
 
@@ -48,6 +52,16 @@ def loads(scale: float) -> list[Load]:
         Load("2 kB windows of ids", "tokens", windows, 8 * (TOKENS + 1), _ids(windows)),
         Load("JPEG decoded to 224", "jpg", images, 3 * IMAGE_SIDE**2, _jpegs(images)),
     ]
+
+
+def members(files: Path) -> Iterator[bytes]:
+    """Of all tar files of a folder."""
+    for path in sorted(files.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                found = tar.extractfile(member)
+                assert found
+                yield found.read()
 
 
 def tar_bytes(members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT) -> bytes:
