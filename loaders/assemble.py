@@ -126,21 +126,19 @@ class Assembler:
 
     def open(self, place: int, shards: Ints, pending: Ints) -> list[int]:
         """Wait for these shards; those opened earlier go, but for what is still pending."""
+        self._session.advance(int(shards[0]), place)
         if self._single:
             # One sample each: they are opened by the threads that need them, and none for other ranks.
-            self._session.advance(int(shards[0]), place)
             return [1] * len(shards)
         self._open.turn(set(pending[:, 0].tolist()))
-        return [len(self._opened(number, place + i).samples) for i, number in enumerate(shards.tolist())]
+        return [len(self._opened(number).samples) for number in shards.tolist()]
 
-    def _opened(self, number: int, place: int) -> MappedShard:
+    def _opened(self, number: int) -> MappedShard:
         """A dataset of a mixture may come round again while its last shards are in use."""
         shard = self._open.get(number)
-        if shard:
-            self._session.advance(number, place)
-            return shard
-        shard = self._session.need(number, place)
-        self._open.add(shard)
+        if shard is None:
+            shard = self._session.need(number)
+            self._open.add(shard)
         return shard
 
     def _submit(self, batch: GlobalBatch) -> Ready:

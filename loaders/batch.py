@@ -140,18 +140,22 @@ def _gather_bytes(
     field: str, rows: Ints, shards: Shards, pool: BatchPool
 ) -> torch.Tensor | list[torch.Tensor] | None:
     """Bytes straight from the mapped shards into the batch: one copy, without the GIL."""
-    spans = []
-    for number, sample in rows.tolist():
-        shard = shards[number]
-        span = shard.samples.span(sample, field)
-        if span is None:
+    places = dict[int, tuple[npt.NDArray[np.uint8], list[int], list[int]]]()
+    for number in set(rows[:, 0].tolist()):
+        spans = shards[number].samples.spans(field)
+        if spans is None:
             return None
-        spans.append((shard.file.array, *span))
-    sizes = {size_bytes for _, _, size_bytes in spans}
-    if len(sizes) != 1:
-        return [array(source[offset : offset + size_bytes]) for source, offset, size_bytes in spans]
-    batch = pool.empty((len(spans), sizes.pop()), torch.uint8)
-    slices = [source[offset : offset + size_bytes] for source, offset, size_bytes in spans]
+        places[number] = shards[number].file.array, *spans
+    slices = []
+    for number, sample in rows.tolist():
+        source, offsets, sizes = places[number]
+        offset = offsets[sample]
+        if offset < 0:
+            return None
+        slices.append(source[offset : offset + sizes[sample]])
+    if len(set(map(len, slices))) != 1:
+        return [array(value) for value in slices]
+    batch = pool.empty((len(slices), len(slices[0])), torch.uint8)
     np.concatenate(slices, out=batch.numpy().reshape(-1))
     return batch
 

@@ -357,7 +357,7 @@ def _map(fd: int, size_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, 1)
     # A stage job leaves nothing in the page cache: large reads from the disk, not one per fault.
     os.posix_fadvise(fd, 0, size_bytes, os.POSIX_FADV_WILLNEED)
-    return mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    return mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 
 
 def _read_all(fd: int) -> bytes:

@@ -48,14 +48,19 @@ class _OneFile(NoRows):
             return self._folder
         if field == "cls" and self._folder in self._classes:
             return self._classes.index(self._folder)
-        self.span(sample, field)
+        self._check(field)
         return self.file.data[: self.file.size_bytes]
 
-    def span(self, sample: int, field: str) -> tuple[int, int]:
+    def spans(self, field: str) -> tuple[list[int], list[int]] | None:
+        if field == FOLDER or (field == "cls" and self._folder in self._classes):
+            return None
+        self._check(field)
+        return [0], [self.file.size_bytes]
+
+    def _check(self, field: str) -> None:
         extension = self.file.base_name.rpartition(".")[2].lower()
         if field != FILE and extension not in field.split(";"):
             there = [FILE, extension, FOLDER, *(["cls"] if self._folder in self._classes else [])]
             raise missing(
                 field, self.file.base_name, self.file, there, "Folder(classes=...) names the folders for cls"
             )
-        return 0, self.file.size_bytes

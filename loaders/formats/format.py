@@ -99,8 +99,11 @@ class Samples(Protocol):
         """All values of a field as rows of one array, if that is how they lie in memory."""
         ...
 
-    def span(self, sample: int, field: str) -> tuple[int, int] | None:
-        """(offset, bytes) of a value in the shard, where it is bytes that lie there. Raises MissingField."""
+    def spans(self, field: str) -> tuple[list[int], list[int]] | None:
+        """(offsets, sizes) of a field in every sample, where values are bytes that lie in the shard.
+
+        -1 where a sample has not that field. Raises MissingField where none can have it.
+        """
         ...
 
 
@@ -146,7 +149,7 @@ class NoRows:
 class NoSpans:
     """For samples whose values are not bytes of the shard."""
 
-    def span(self, sample: int, field: str) -> tuple[int, int] | None:
+    def spans(self, field: str) -> tuple[list[int], list[int]] | None:
         return None
 
 

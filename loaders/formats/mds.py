@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -84,6 +84,7 @@ class _Shard(NoRows):
         self._offsets = offsets
         self._columns = columns
         self._numbers = {column.name: number for number, column in enumerate(columns)}
+        self._known: dict[int, tuple[list[int], list[int]]] = {}
         self._variable = [number for number, column in enumerate(columns) if column.size_bytes is None]
 
     def __len__(self) -> int:
@@ -94,14 +95,14 @@ class _Shard(NoRows):
 
     def value(self, sample: int, field: str) -> Any:
         number = self._number(field)
-        start, size_bytes = self._place(sample, number)
-        data = bytes(self.file.array[start : start + size_bytes])
+        starts, sizes = self._places(number)
+        data = bytes(self.file.array[starts[sample] : starts[sample] + sizes[sample]])
         return _decoder(self._columns[number].encoding, self.file)(data)
 
-    def span(self, sample: int, field: str) -> tuple[int, int] | None:
+    def spans(self, field: str) -> tuple[list[int], list[int]] | None:
         number = self._number(field)
         is_bytes = self._columns[number].encoding.partition(":")[0] in _AS_BYTES
-        return self._place(sample, number) if is_bytes else None
+        return self._places(number) if is_bytes else None
 
     def _number(self, field: str) -> int:
         for name in field.split(";"):
@@ -109,19 +110,29 @@ class _Shard(NoRows):
                 return self._numbers[name]
         raise missing(field, "every one", self.file, list(self._numbers))
 
-    def _place(self, sample: int, number: int) -> tuple[int, int]:
-        start, end = int(self._offsets[sample]), int(self._offsets[sample + 1])
-        head_end = start + 4 * len(self._variable)
-        if head_end > end:
-            raise FormatError(f"{self.file.name}: sample {sample} is too short for its columns")
-        sizes = [column.size_bytes or 0 for column in self._columns]
-        said = np.frombuffer(self.file.array[start:head_end].tobytes(), "<u4").tolist()
-        for place, size_bytes in zip(self._variable, said, strict=True):
-            sizes[place] = size_bytes
-        at = head_end + sum(sizes[:number])
-        if head_end + sum(sizes) != end:
-            raise FormatError(f"{self.file.name}: the columns of sample {sample} do not fill it")
-        return at, sizes[number]
+    def _places(self, number: int) -> tuple[list[int], list[int]]:
+        """(offsets, sizes) of a column in every sample."""
+        if number not in self._known:
+            sizes = self._sizes
+            starts = self._offsets[:-1] + 4 * len(self._variable) + sizes[:, :number].sum(axis=1)
+            self._known[number] = starts.tolist(), sizes[:, number].tolist()
+        return self._known[number]
+
+    @cached_property
+    def _sizes(self) -> Ints:
+        """(samples, columns): those that vary stand at the head of each sample. Raises FormatError."""
+        starts, lengths = self._offsets[:-1], np.diff(self._offsets)
+        head_bytes = 4 * len(self._variable)
+        if (short := np.flatnonzero(lengths < head_bytes)).size:
+            raise FormatError(f"{self.file.name}: sample {short[0]} is too short for its columns")
+        sizes = np.array([column.size_bytes or 0 for column in self._columns], np.int64)
+        sizes = np.broadcast_to(sizes, (len(self), len(sizes))).copy()
+        if head_bytes:
+            heads = self.file.array[starts[:, None] + np.arange(head_bytes)]
+            sizes[:, self._variable] = heads.view("<u4")
+        if (wrong := np.flatnonzero(head_bytes + sizes.sum(axis=1) != lengths)).size:
+            raise FormatError(f"{self.file.name}: the columns of sample {wrong[0]} do not fill it")
+        return sizes
 
 
 def _decoder(encoding: str, file: ShardFile) -> Callable[[bytes], Any]:

@@ -127,14 +127,14 @@ class Spans(NoRows):
         return self._index.keys[sample]
 
     def value(self, sample: int, field: str) -> Any:
-        offset, size_bytes = self.span(sample, field)
-        return self.file.data[offset : offset + size_bytes]
-
-    def span(self, sample: int, field: str) -> tuple[int, int]:
         found = self.find(sample, field)
         if found is None:
             raise missing(field, self.key(sample), self.file, self.fields_of(sample), self._hint)
-        return found
+        offset, size_bytes = found
+        return self.file.data[offset : offset + size_bytes]
+
+    def spans(self, field: str) -> tuple[list[int], list[int]]:
+        return self._index.column(field)
 
     def find(self, sample: int, field: str) -> tuple[int, int] | None:
         offsets, sizes = self._index.column(field)

@@ -86,8 +86,8 @@ def test_features_of_examples(examples: bytes):
     assert found.key(3) == "shard:3" and len(found.value(1, "record")) > 50
     with pytest.raises(MissingField, match=r"it has record, .*image/class/label"):
         found.value(0, "label")
-    offset, size_bytes = found.span(3, "image/encoded") or (0, 0)
-    assert examples[offset : offset + size_bytes] == b"\3\3\3"
+    offsets, sizes = found.spans("image/encoded") or ([], [])
+    assert examples[offsets[3] : offsets[3] + sizes[3]] == b"\3\3\3"
 
 
 def record(data: bytes) -> bytes:
@@ -114,11 +114,8 @@ def test_a_damaged_byte_of_a_record_is_always_found(data: st.DataObject):
 
 
 def test_records_cut_off_anywhere_are_an_error(examples: bytes):
-    ends = {0}
-    for offset, size_bytes in [
-        opened(TFRecord(), shard(examples)).span(n, "record") or (0, 0) for n in range(4)
-    ]:
-        ends.add(offset + size_bytes + 4)
+    offsets, sizes = opened(TFRecord(), shard(examples)).spans("record") or ([], [])
+    ends = {0, *(offset + size_bytes + 4 for offset, size_bytes in zip(offsets, sizes, strict=True))}
     for cut in range(0, len(examples), 7):
         if cut not in ends:
             with pytest.raises(TruncatedShard):
