@@ -189,6 +189,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, path: Path) -> None:
         self._sock = sock
+        self._pid = os.getpid()
         self.path = path
         self._lock = threading.Lock()
         self.daemon_pid = 0
@@ -274,9 +275,13 @@ class Channel:
         return decode(bytes(body)), fds
 
     def close(self) -> None:
-        """Ends the connection; a request that another thread waits in fails at once."""
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        """Ends the connection; a request that another thread waits in fails at once.
+
+        In a forked copy of the process it only lets go of it.
+        """
+        if os.getpid() == self._pid:
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def __enter__(self) -> Channel:

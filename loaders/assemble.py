@@ -6,12 +6,14 @@ batches made of them; the consumer takes them in the same order.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
+from forebay.core.errors import WorkerLost
 from forebay.core.protocol import Runway
 from forebay.loaders.open_shards import OpenShards
 from forebay.loaders.order import Cursor, GlobalBatch, Ints, slice_for_rank
@@ -63,6 +65,7 @@ class Assembler:
         num_threads: int,
         ready: ReadyQueue[Ready | BaseException | None],
     ) -> None:
+        self._pid = os.getpid()
         self._maker = maker
         self._single = single
         self._session = session
@@ -78,6 +81,7 @@ class Assembler:
 
     def __iter__(self) -> Iterator[Ready]:
         while True:
+            self._check_process()
             item = self._ready.take()
             if item is None:
                 return
@@ -85,6 +89,13 @@ class Assembler:
                 raise item
             self._next = item
             yield item
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise WorkerLost(
+                f"this iterator was begun by process {self._pid}; its threads are not in this copy of it",
+                hint="call iter() on the loader where its batches are used",
+            )
 
     def held(self) -> Held:
         """For the pacing monitor."""
@@ -99,7 +110,9 @@ class Assembler:
         return self._session.pace(keep_bytes)
 
     def close(self) -> None:
-        """What is under way may end by itself, for a while."""
+        """What is under way may end by itself, for a while. A forked copy has nothing to end."""
+        if os.getpid() != self._pid:
+            return
         self._ready.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._session.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ log = logging.getLogger("forebay.loaders")
 _START_S = 30.0
 _PAUSE_S = 0.1
 _lock = threading.Lock()
+# This module's, in a forked copy the original's.
+_owner = os.getpid()
 _children: dict[Path, subprocess.Popen[bytes]] = {}
 _temporary_home: Path | None = None
 _said: set[Path] = set()
@@ -55,7 +58,8 @@ def _private_socket(cache_dir: Path | None) -> Path:
         home = cache_dir.absolute() if cache_dir else _temporary_home
         assert home is not None
         child = _children.get(home)
-        if child is None or child.poll() is not None:
+        # A forked copy of the process that started it cannot ask how it is, and uses it all the same.
+        if child is None or (os.getpid() == _owner and child.poll() is not None):
             _say_once(home, "" if cache_dir else ", which is removed at exit")
             child = _start(home, temporary=cache_dir is None)
             if child is not None:
@@ -87,6 +91,8 @@ def _start(home: Path, *, temporary: bool) -> subprocess.Popen[bytes] | None:
 @atexit.register
 def _stop_children() -> None:
     """Closing the pipe is the signal; a child that we still own is waited for, within reason."""
+    if os.getpid() != _owner:
+        return
     for child in _children.values():
         if child.stdin:
             child.stdin.close()

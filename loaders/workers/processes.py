@@ -35,6 +35,7 @@ class InProcesses:
     """
 
     def __init__(self, recipe: Recipe, number: int, method: StartMethod) -> None:
+        self._pid = os.getpid()
         self._recipe = recipe
         self._method: StartMethod = method
         self._children = self._start(range(number))
@@ -80,7 +81,9 @@ class InProcesses:
                 child.kill()
 
     def close(self) -> None:
-        """All are told before the first is waited for."""
+        """All are told before the first is waited for. A forked copy of the trainer has none."""
+        if os.getpid() != self._pid:
+            return
         for child in self._children:
             child.end()
         for child in self._children:

@@ -267,3 +267,42 @@ def test_nothing_is_left_of_a_script_that_is_ended(
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family))
     assert eventually(lambda: node.stager().leased_bytes == 0)
     assert len(list(loader(url, "thread"))) == 4
+
+
+FORKS = """
+import os, sys
+from forebay.core.errors import WorkerLost
+from forebay.loaders import DataLoader, StagedDataset
+cache = {"cache_dir": sys.argv[2]} if len(sys.argv) > 2 else {}
+loader = DataLoader(StagedDataset(sys.argv[1], fields=("__key__",), **cache), 4)
+running = iter(loader)
+seen = [next(running)[0]]
+child = os.fork()
+if not child:
+    try:
+        next(running)
+    except WorkerLost as err:
+        print(err, flush=True)
+    del running
+    # A pass of its own works, and ends as any program does.
+    print(sum(len(keys) for keys, in loader), flush=True)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+seen += [keys for keys, in running]
+print(sum(map(len, seen)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_a_forked_copy_is_told_so_and_harms_nothing(node: Node, make_dataset: MakeDataset, daemon: bool):
+    """The copy has none of the threads; what it lets go of stays open here."""
+    url = make_dataset(SHARDS, 50)
+    if daemon:
+        node.start()
+    arguments = [url] if daemon else [url, str(node.home / "cache")]
+    run = subprocess.run(
+        [sys.executable, "-c", FORKS, *arguments], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    told, *counts = run.stdout.splitlines()
+    assert "its threads are not in this copy" in told and counts == ["87", "87"]
