@@ -35,7 +35,10 @@ lint: setup types
 types: setup $(VIEW)
 	cd build/view && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p forebay
 
+# litdata without what it names: a torchvision for another build of torch would break lightning.
 bench: setup
+	$(PY) -m pip install --quiet --constraint constraints.txt tifffile
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps litdata
 	for b in $(BENCHES); do .venv/bin/forebay bench $$b --json docs/figures/$$b.json || exit 1; done
 	.venv/bin/forebay bench figures $(BENCHES:%=docs/figures/%.json)
 

@@ -69,8 +69,8 @@ class DataLoader:
     pacing: how the ranks are watched, and when an alarm is raised; None for no watch at all.
     explain: print what a pass will do (`explain()`).
 
-    After each whole pass the epoch goes up by one; `set_epoch` sets it. `state_dict()` describes the
-    position behind the batch last yielded.
+    Each pass is of the next epoch, also after one that was left early; `set_epoch` sets it. `state_dict()`
+    describes the position behind the batch last yielded.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DataLoader:
         weakref.finalize(self, self._maker.close)
         self._epoch = 0
         self._cursor = Cursor()
-        self._resuming = False
+        self._resuming = self._begun = False
         with dataset.open_session() as session:
             self._dataset_info = session.dataset
             self._order: Sequencing = dataset.order(session, shuffle, seed, shuffle_block)
@@ -123,7 +123,10 @@ class DataLoader:
 
     def __iter__(self) -> Generator[Any, None, None]:
         start = self._cursor if self._resuming else Cursor()
-        self._resuming, self._cursor = False, start
+        if self._begun and not self._resuming:
+            # Trainers that count batches leave a pass without asking for its end.
+            self._epoch += 1
+        self._resuming, self._begun, self._cursor = False, False, start
         epoch = self._epoch
         self._maker.begin()
         with self._open_session() as session:
@@ -140,7 +143,7 @@ class DataLoader:
                     watch = Monitor(self._pacing, self._meter, assembler, place, self.stats.looked)
                     ends.enter_context(watch)
                 yield from self._take(assembler, queue)
-        self._epoch, self._cursor = epoch + 1, Cursor()
+        self._epoch, self._begun, self._cursor = epoch + 1, False, Cursor()
 
     def _take(self, assembler: Assembler, queue: ReadyQueue[Ready | BaseException | None]) -> Iterator[Any]:
         self._meter.asked()
@@ -152,7 +155,7 @@ class DataLoader:
             self.stats.failed = self._maker.failed
             self.stats.samples += ready.samples - ready.padded
             self.stats.padded += ready.padded
-            self._cursor = ready.after
+            self._cursor, self._begun = ready.after, True
             yield batch
             self._meter.asked()
 
@@ -186,6 +189,7 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next pass. Naming the epoch that a loaded state is in keeps its position."""
+        self._begun = False
         if epoch != self._epoch:
             self._epoch, self._cursor, self._resuming = epoch, Cursor(), False
 

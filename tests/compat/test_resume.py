@@ -48,7 +48,7 @@ def test_lightning_resumes_in_mid_epoch(node: Node, make_dataset: MakeDataset, t
     node.start()
     whole = Model()
     trainer(tmp_path, max_epochs=2).fit(whole, loader(url))
-    assert len(whole.seen) == 42 and len(set(whole.seen)) == 21
+    assert len(whole.seen) == 42 and len(set(whole.seen)) == 21 and whole.seen[:21] != whole.seen[21:]
     first, second = Model(), Model()
     first.dies_at = 5
     saves = ModelCheckpoint(tmp_path, "x", every_n_train_steps=3)
@@ -56,6 +56,18 @@ def test_lightning_resumes_in_mid_epoch(node: Node, make_dataset: MakeDataset, t
         trainer(tmp_path, max_epochs=2, callbacks=[saves]).fit(first, loader(url))
     trainer(tmp_path, max_epochs=2).fit(second, loader(url), ckpt_path=tmp_path / "x.ckpt")
     assert first.seen[:9] + second.seen == whole.seen
+
+
+def test_lightning_goes_on_after_a_whole_epoch(node: Node, make_dataset: MakeDataset, tmp_path: Path):
+    """Its checkpoint at the end of an epoch is taken before the loader was asked for another batch."""
+    url = make_dataset([7, 5, 9], 50)
+    node.start()
+    whole, first, second = Model(), Model(), Model()
+    trainer(tmp_path, max_epochs=3).fit(whole, loader(url))
+    saves = ModelCheckpoint(tmp_path, "end", save_last=True)
+    trainer(tmp_path, max_epochs=1, callbacks=[saves]).fit(first, loader(url))
+    trainer(tmp_path, max_epochs=3).fit(second, loader(url), ckpt_path=tmp_path / "last.ckpt")
+    assert first.seen + second.seen == whole.seen
 
 
 def test_accelerate_saves_and_restores_it(node: Node, make_dataset: MakeDataset, tmp_path: Path):

@@ -234,6 +234,23 @@ def test_an_abandoned_iterator_frees_its_shards_and_threads(node: Node, make_dat
     assert sorted(flat(keys_of(found))) == ALL
 
 
+def test_a_pass_that_is_left_early_does_not_come_again(node: Node, make_dataset: MakeDataset):
+    """F21: trainers that count batches never see the end of a pass."""
+    url = make_dataset(SHARDS, 50)
+    node.start()
+    reference = loader(url)
+    epochs = [keys_of(reference) for _ in range(3)]
+    counted = loader(url)
+    for epoch in range(2):
+        pairs = zip(range(len(counted)), counted, strict=False)
+        assert keys_of(batch for _, batch in pairs) == epochs[epoch]
+    counted.set_epoch(1)
+    assert next(iter(counted))[0] == epochs[1][0]
+    counted.set_epoch(1)
+    assert keys_of(counted) == epochs[1]
+    assert keys_of(counted) == epochs[2]
+
+
 def test_without_a_daemon_a_private_one_serves(
     node: Node, make_dataset: MakeDataset, caplog: pytest.LogCaptureFixture
 ):
