@@ -73,6 +73,9 @@ class DataLoader:
     describes the position behind the batch last yielded.
     """
 
+    # Trainers ask for it where there is a sampler.
+    batch_sampler = None
+
     def __init__(
         self,
         dataset: Source,
@@ -192,6 +195,11 @@ class DataLoader:
         self._begun = False
         if epoch != self._epoch:
             self._epoch, self._cursor, self._resuming = epoch, Cursor(), False
+
+    @property
+    def sampler(self) -> DataLoader:
+        """Where trainers (Lightning) look for `set_epoch`."""
+        return self
 
     def state_dict(self) -> LoaderState:
         return LoaderState(
