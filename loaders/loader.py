@@ -13,6 +13,7 @@ import torch.distributed
 
 from forebay.core.errors import DatasetNotFound, InvalidRequest, StateMismatch
 from forebay.core.units import format_bytes
+from forebay.loaders.affinity import cpus_for_this_rank
 from forebay.loaders.assemble import Assembler, EpochRun, Ready
 from forebay.loaders.order import Cursor, count_batches
 from forebay.loaders.pacing.meter import StepMeter
@@ -63,7 +64,8 @@ class DataLoader:
     num_workers: threads that cut and decode; with workers="process" that many processes, for transforms
         that keep the GIL, started afresh once per loader, so that the script needs
         `if __name__ == "__main__"`; "fork" copies this process, before CUDA and threads. Same batches.
-    pin_memory: batches in page-locked memory; by default where CUDA is initialised already.
+    pin_memory: batches in page-locked memory; by default where CUDA is initialised already. Workers run on
+        the CPUs near the GPU then (`loaders.affinity`).
     prefetch: batches ready or under way, more while the training has to wait; max_ready_bytes: how much
         memory they may take together (one batch always may).
     pacing: how the ranks are watched, and when an alarm is raised; None for no watch at all.
@@ -263,9 +265,10 @@ class DataLoader:
 def _open_maker(
     dataset: Source, workers: Workers, number: int, collate: Collate | None, seed: int, pool: BatchPool
 ) -> BatchMaker:
+    cpus = cpus_for_this_rank()
     if workers == "thread":
-        return InThreads(dataset.reader, collate, pool)
-    recipe = Recipe(dataset, collate, seed)
+        return InThreads(dataset.reader, collate, pool, cpus)
+    recipe = Recipe(dataset, collate, seed, cpus)
     return InProcesses(recipe, number, "fork" if workers == "fork" else "spawn")
 
 

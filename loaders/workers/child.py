@@ -35,6 +35,7 @@ class Recipe:
     source: Source
     collate: Collate | None
     seed: int
+    cpus: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def run(recipe: Recipe, own: connection.Connection, number: int) -> None:
     threading.Thread(target=_end_with_parent, name="forebay-watch", daemon=True).start()
     _sow(recipe.seed + number)
     torch.set_num_threads(1)
+    if recipe.cpus:
+        os.sched_setaffinity(0, recipe.cpus)
     child = _Child(recipe)
     parent = parent_process()
     outbox = Outbox(own, parent.pid if parent and parent.pid else os.getppid())

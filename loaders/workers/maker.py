@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -49,9 +50,12 @@ class BatchMaker(Protocol):
 
 
 class InThreads:
-    """The threads that ask do the work."""
+    """The threads that ask do the work, on `cpus` if any are given."""
 
-    def __init__(self, reader: Reader, collate: Collate | None, pool: BatchPool) -> None:
+    def __init__(
+        self, reader: Reader, collate: Collate | None, pool: BatchPool, cpus: frozenset[int] = frozenset()
+    ) -> None:
+        self._cpus = cpus
         self._reader = reader
         self._collate = collate
         self._pool = pool
@@ -65,6 +69,8 @@ class InThreads:
 
     def enter_thread(self) -> None:
         self._pool.enter_thread()
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)
 
     def make(self, session: Session, rows: Ints, shards: Shards) -> Any:
         if shards:
