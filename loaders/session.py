@@ -225,7 +225,7 @@ class StagerSession:
         """The object in memory, and its index if somebody has built it."""
         key = self._keys[number].as_py()
         ready, fds = lease.request(
-            NeedShard(self.dataset.id, number, self._format.signature),
+            NeedShard(self.dataset.id, number, "" if self._format.single else self._format.signature),
             expect=ShardReady,
             timeout_s=self._settings.stager.wait_s + _GRACE_S,
         )
@@ -249,11 +249,11 @@ class StagerSession:
             return [1] * self.shards
         known = self._known_counts()
         if min(known) < 0:
-            if self._plan is None:
-                # So that they are fetched while others are indexed.
-                self.open_plan(range(self.shards), 1)
             claim = ClaimIndex(self.dataset.id, self._format.signature)
             while (task := self._request(claim, IndexTask, timeout_s=600.0)[0]).shard is not None:
+                if self._plan is None:
+                    # So that they are fetched while others are indexed.
+                    self.open_plan(range(self.shards), 1)
                 self._count(task.shard)
             known = self._known_counts()
         return [known[number] for number in self._objects]

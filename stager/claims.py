@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import anyio
 
+from forebay.stager.indices import Indices
 from forebay.stager.manifest import Shard
 from forebay.stager.registry import Registry
 
@@ -11,8 +12,9 @@ from forebay.stager.registry import Registry
 class IndexClaims:
     """Claims belong to sessions; a session that dies gives its claims back."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, indices: Indices) -> None:
         self._registry = registry
+        self._indices = indices
         self._owners: dict[tuple[str, str], int] = {}
         # Of a listing and a way to cut: the first of its shards that is not indexed lies no earlier.
         self._indexed_below: dict[tuple[str, str], int] = {}
@@ -26,12 +28,17 @@ class IndexClaims:
             first = len(manifest)
             for number in range(self._indexed_below.get(known, 0), len(manifest)):
                 shard = manifest.shard(number)
-                if self._registry.samples(shard.id, index) < 0:
-                    first = min(first, number)
-                    if (shard.id, index) not in self._owners:
-                        self._owners[shard.id, index] = session
-                        self._indexed_below[known] = first
-                        return number
+                if self._registry.samples(shard.id, index) >= 0:
+                    continue
+                if (shard.id, index) not in self._owners:
+                    self._owners[shard.id, index] = session
+                    if await self._indices.known(shard, index):
+                        # Another node has told.
+                        self.indexed(shard, index)
+                        continue
+                    self._indexed_below[known] = min(first, number)
+                    return number
+                first = min(first, number)
             self._indexed_below[known] = first
             if first == len(manifest):
                 return None

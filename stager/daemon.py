@@ -16,6 +16,7 @@ from forebay.core.service import notify, own_directories
 from forebay.stager.catalog import Catalog
 from forebay.stager.claims import IndexClaims
 from forebay.stager.hot import HotTier
+from forebay.stager.indices import Indices
 from forebay.stager.jobbook import JobBook
 from forebay.stager.jobs import StageJobs
 from forebay.stager.pins import Pins
@@ -59,9 +60,10 @@ class Stagerd:
                         JobBook(journal), registry, self.hot, plans, pins, self.scheduler, tasks,
                         has_warm=self.sources.warm is not None,
                     )  # fmt: skip
+                    indices = Indices(registry, self.sources.warm)
                     stager = Stager(
                         registry, self.hot, plans, pins, self.scheduler, self.sources, self.gate, jobs,
-                        IndexClaims(registry), self.status,
+                        IndexClaims(registry, indices), indices, self.status,
                     )  # fmt: skip
                     tasks.start_soon(self.scheduler.run)
                     tasks.start_soon(Upkeep(self.hot, catalog, self.scheduler).run)

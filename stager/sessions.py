@@ -64,6 +64,7 @@ from forebay.core.protocol import Pins as PinList
 from forebay.core.units import format_bytes
 from forebay.stager.claims import IndexClaims
 from forebay.stager.hot import HotTier
+from forebay.stager.indices import Indices
 from forebay.stager.jobs import StageJobs
 from forebay.stager.listing import list_shards
 from forebay.stager.manifest import Shard, freeze
@@ -96,6 +97,7 @@ class Stager:
     gate: Gate
     jobs: StageJobs
     claims: IndexClaims
+    indices: Indices
     status: Callable[[int], StagerStatus]
     live: int = 0
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -231,12 +233,14 @@ class Session:
         shard = self._stager.registry.manifest(dataset.id).shard(request.shard)
         self._lease(shard)
         try:
+            # Asked for first: once a descriptor is open nothing is waited for any more.
+            await self._stager.indices.known(shard, request.index)
             with metrics.stager_wait_seconds.time():
                 fd, digest = await self._opened(shard, dataset.tenant)
         except BaseException:
             self._unlease(shard)
             raise
-        index = self._stager.registry.open_index(shard.id, request.index)
+        index = self._stager.indices.open(shard, request.index)
         fds = [fd] if index is None else [fd, index]
         return ShardReady(shard.size_bytes, digest, len(fds) > 1), fds
 
@@ -273,7 +277,7 @@ class Session:
 
     async def _publish_index(self, request: PublishIndex) -> Reply:
         shard = self._stager.registry.manifest(request.dataset_id).shard(request.shard)
-        self._stager.registry.add_index(shard.id, request.index, request.samples, request.payload)
+        await self._stager.indices.add(shard, request.index, request.samples, request.payload)
         self._stager.claims.indexed(shard, request.index)
         return Done(), ()
 

@@ -1,9 +1,9 @@
 """The warm tier: a store that the nodes share, read before cold and filled after it.
 
 <warm>/forebay/objects/<aa>/<id>, same names as hot, beside each an `<id>.digest` (xxh3-128) that is
-written after the data and so vouches for it. Whatever goes wrong here is a miss: it is counted, said
-once, and cold serves. Capacity is kept by the nodes together: each counts, and gives up what was
-published longest ago; two that do so at once delete the same.
+written after the data and so vouches for it; `indices/` says where samples lie in them. Whatever goes
+wrong here is a miss: it is counted, said once, and cold serves. Capacity is kept by the nodes together:
+each counts, and gives up what was published longest ago; two that do so at once delete the same.
 """
 
 from __future__ import annotations
@@ -174,6 +174,21 @@ class WarmTier:
         await self._guarded("write", write, limit_s)
         await self._guarded("trim", self._trim, limit_s)
         await self.release(shard)
+
+    async def index(self, name: str) -> bytes | None:
+        """What `put_index` left there."""
+        return await self._guarded("read", lambda: self._small(f"indices/{name[:2]}/{name}"))
+
+    async def put_index(self, name: str, data: bytes) -> None:
+        """Beside the objects, and not counted with them."""
+        await self._guarded("write", lambda: self._store.put(f"indices/{name[:2]}/{name}", data))
+
+    async def _small(self, key: str) -> bytes | None:
+        try:
+            info = await self._store.head(key)
+        except ObjectNotFound:
+            return None
+        return bytes(await self._store.read(info, 0, info.size_bytes))
 
     async def _trim(self) -> None:
         """Keep below the capacity, by what was published longest ago."""

@@ -17,6 +17,7 @@ from forebay.benchmarks.daemons import running_daemon
 from forebay.benchmarks.seaweed import S3Server, end_with_parent, free_ports
 from forebay.core.channel import Channel, ask
 from forebay.core.protocol import Done, GetStatus, ReleaseShard, StageJob, StagerStatus
+from forebay.loaders import DataLoader, StagedDataset
 from forebay.stager.manifest import Manifest
 from tests.conftest import Node, eventually, shard_bytes
 from tests.integration.test_stager import MakeDataset, read_shard, register, stage
@@ -273,3 +274,32 @@ def test_a_shared_file_system_mounted_twice_is_a_warm_tier(
         for number in four.alive():
             four.processes[number].kill()
             four.processes[number].wait()
+
+
+def test_what_one_node_has_indexed_the_others_know(
+    node: Node, make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch
+):
+    """`len()` on another node reads no shard; a copy that is damaged is made again."""
+    samples = [7, 1, 0, 23]
+    url = make_dataset(samples, 2 * KB)
+    env = {"FOREBAY_WARM__URL": str(node.home / "warm")}
+    with ExitStack() as stack:
+        cluster = Cluster(node.home, [env] * 2, stack)
+        lengths = []
+        for number in range(2):
+            monkeypatch.setenv("FOREBAY_HOME", str(node.home / f"n{number}"))
+            lengths.append(len(DataLoader(StagedDataset(url, fields=("__key__",)), 1)))
+        assert lengths == [31, 31]
+        first, second = cluster.status()
+        assert first.fetches == 4 and second.fetches == 0
+        # Another way to cut: nobody knows it yet. Then its copies are damaged.
+        other = StagedDataset(url, fields=("__key__",), split="last")
+        assert len(DataLoader(other, 1)) == 31
+        for path in (node.home / "warm/forebay/indices").rglob("*"):
+            if path.is_file():
+                path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+        monkeypatch.setenv("FOREBAY_HOME", str(node.home / "n0"))
+        assert [keys for (keys,) in DataLoader(other, 31)] == [
+            [f"{shard:03d}-{number:04d}" for shard, count in enumerate(samples) for number in range(count)]
+        ]
+        assert "is damaged, the shard is indexed again" in (node.home / "n0.log").read_text()
