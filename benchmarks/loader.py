@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from forebay.benchmarks.daemons import running_daemon
 from forebay.benchmarks.first_batch import first_batches
-from forebay.benchmarks.loads import TOKENS, Load, decoded, loads
+from forebay.benchmarks.loads import TOKENS, Load, decoded, loads, members
 from forebay.benchmarks.peers.loaders import peers
 from forebay.benchmarks.report import Case, Report
 from forebay.benchmarks.settings import environment
@@ -57,6 +58,7 @@ def _case(load: Load, batch_size: int, workers: int, seed: int) -> Case:
                 for name, batches in contestants.items():
                     rates[name].append(_rate(partial(_count, batches), load.samples))
             floor = _rate(partial(_floor, load, batch_size), load.samples)
+            left = {"decode_alone_per_s": _decode_alone(files, workers)} if load.is_image else {}
     found = {name: statistics.median(rate[1:]) for name, rate in rates.items()}
     best = max(rate for name, rate in found.items() if name != "forebay")
     mine = found.pop("forebay")
@@ -65,6 +67,7 @@ def _case(load: Load, batch_size: int, workers: int, seed: int) -> Case:
         "ratio": mine / best,
         "floor_samples_per_s": floor,
         "floor_ratio": mine / floor,
+        **left,
     }
     others = {name: {"samples_per_s": rate} for name, rate in found.items()}
     name = f"{load.name}: {load.samples} samples, batch {batch_size}, {workers} threads or workers"
@@ -109,6 +112,15 @@ def _rate(run: Callable[[], int], expected: int) -> float:
     if found != expected:
         raise InvalidRequest(f"a loader yielded {found} samples instead of {expected}")
     return expected / (time.perf_counter() - began_at)
+
+
+def _decode_alone(files: Path, workers: int) -> float:
+    """What the shared decoder allows: that many threads, bytes in memory, no batches."""
+    values = list(members(files))
+    with ThreadPoolExecutor(workers) as pool:
+        began_at = time.perf_counter()
+        found = sum(1 for _ in pool.map(decoded, values))
+        return found / (time.perf_counter() - began_at)
 
 
 def _floor(load: Load, batch_size: int) -> int:

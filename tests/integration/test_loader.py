@@ -115,6 +115,36 @@ def test_the_epoch_is_part_of_the_state(node: Node, make_dataset: MakeDataset):
     assert keys_of(resumed) == epochs[0]
 
 
+def test_three_epochs_with_other_ranks_each(node: Node, make_dataset: MakeDataset):
+    """L3 and L4: a job that is started again with more or fewer ranks goes on in one sequence."""
+    url = make_dataset(SHARDS, 50)
+    node.start()
+    whole = loader(url, batch_size=6)
+    epochs = [flat(keys_of(whole)) for _ in range(3)]
+    state = loader(url).state_dict()
+    for epoch, world_size in enumerate([3, 1, 2]):
+        ranks = [
+            loader(url, batch_size=6 // world_size, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        for rank in ranks:
+            rank.load_state_dict(state)
+        together = zip(*(keys_of(rank) for rank in ranks), strict=True)
+        assert [key for slices in together for keys in slices for key in keys][: len(ALL)] == epochs[epoch]
+        states = [rank.state_dict() for rank in ranks]
+        assert all(other == states[0] for other in states) and len(json.dumps(states[0])) < 400
+        state = states[0]
+
+
+def test_tqdm_knows_how_long_it_takes(node: Node, make_dataset: MakeDataset):
+    from tqdm import tqdm
+
+    url = make_dataset(SHARDS, 50)
+    node.start()
+    found = tqdm(loader(url), disable=True)
+    assert found.total == len(list(found)) == 22
+
+
 def test_a_state_that_does_not_fit_is_refused_with_the_reason(node: Node, make_dataset: MakeDataset):
     """F19."""
     url = make_dataset(SHARDS, 50)
