@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -91,7 +91,7 @@ class _Proxy:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._ended.set()
 
-    def _handler(self, link: int):  # type: ignore[no-untyped-def]
+    def _handler(self, link: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._upstream_port)
             ways = asyncio.gather(

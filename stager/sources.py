@@ -100,7 +100,9 @@ class Sources:
                     return await self._claimed(self.warm, shard, landing, ticket)
             if claim == "taken":
                 with elsewhere():
-                    await self.warm.others(shard, ticket, self._settings.stager.wait_s / 2)
+                    came = await self.warm.others(shard, ticket, self._settings.stager.wait_s / 2)
+                if not came:
+                    return await self._from_cold(shard, landing, ticket)
 
     async def _claimed(
         self, warm: WarmTier, shard: Shard, landing: Callable[[], Landing], ticket: Ticket

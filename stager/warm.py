@@ -100,15 +100,14 @@ class WarmTier:
         """Is this node to fetch the shard from cold? When coordinating fails, everybody may."""
         return await self._guarded("claim", lambda: self._claim(shard)) or "mine"
 
-    async def others(self, shard: Shard, ticket: Ticket, limit_s: float) -> None:
+    async def others(self, shard: Shard, ticket: Ticket, limit_s: float) -> bool:
         """Wait while another node fetches it: until it is here, or its claim is free, or was taken over.
 
-        When coordinating fails, or takes longer than the limit, this node takes it for its own.
+        False when that takes longer than the limit: then both may fetch.
         """
         with anyio.move_on_after(limit_s) as limit:
             await self._guarded("claim", lambda: self._wait_for(shard, ticket), math.inf)
-        if limit.cancelled_caught:
-            self._mine.add(shard.id)
+        return not limit.cancelled_caught
 
     async def release(self, shard: Shard) -> None:
         """The claim, if it is this node's, goes back."""
@@ -143,6 +142,7 @@ class WarmTier:
         while not await self._look(shard):
             sign = await self._coordinator.sign(shard.id)
             if sign is None:
+                await anyio.sleep(_POLL_S)
                 return
             if sign != seen:
                 seen, seen_at = sign, time.monotonic()

@@ -116,11 +116,11 @@ class _Process:
         self.busy = True
         try:
             self._await_ready()
-            wanted = Make(session.socket, session.dataset.id, rows, keep, self._inbox.take_freed())
             with self._telling:
                 if session.closed:
                     raise Cancelled("the pass is over")
-                self._own.send(wanted)
+                freed = self._inbox.take_freed()
+                self._own.send(Make(session.socket, session.dataset.id, rows, keep, freed))
             batch, self.failed = self._inbox.receive()
         except (EOFError, OSError) as err:
             raise self._lost() from err
