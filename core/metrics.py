@@ -44,6 +44,27 @@ transfer_throttled = Counter(
     "forebay_transfer_throttled", "Requests that the source refused or left unanswered", registry=STAGER
 )
 
+_RANK = ["rank", "dataset"]
+rank_step = Gauge("forebay_rank_step_count", "Steps of a rank on this node", _RANK, registry=STAGER)
+rank_wait_seconds = Gauge(
+    "forebay_rank_wait_seconds", "Time that a rank has waited for batches", _RANK, registry=STAGER
+)
+rank_busy_seconds = Gauge(
+    "forebay_rank_busy_seconds", "Time that a rank has worked on batches", _RANK, registry=STAGER
+)
+rank_waiting_seconds = Gauge(
+    "forebay_rank_waiting_seconds", "Wait so far for the batch of the step under way", _RANK, registry=STAGER
+)
+rank_runway_seconds = Gauge(
+    "forebay_rank_runway_seconds", "Time that what lies ahead in the hot tier lasts", _RANK, registry=STAGER
+)
+rank_skew_share = Gauge(
+    "forebay_rank_skew_ratio", "p99 of the skew of waits in the job, of a step", _RANK, registry=STAGER
+)
+rank_storage_bound = Gauge(
+    "forebay_rank_storage_bound", "1 when the job waits for storage", _RANK, registry=STAGER
+)
+
 checkpoint_seconds = Histogram(
     "forebay_checkpoint_seconds",
     "Seconds from absorbed to each level",

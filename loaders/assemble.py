@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.core.errors import WorkerLost
-from forebay.core.protocol import Runway
+from forebay.core.protocol import RankState, Runway
 from forebay.loaders.open_shards import OpenShards
 from forebay.loaders.order import Cursor, GlobalBatch, Ints, slice_for_rank
 from forebay.loaders.pacing.monitor import Held
@@ -106,8 +106,8 @@ class Assembler:
             return Held("network")
         return Held("storage" if shard else "", shard)
 
-    def pace(self, keep_bytes: int | None) -> Runway:
-        return self._session.pace(keep_bytes)
+    def pace(self, keep_bytes: int | None, state: RankState | None = None) -> Runway:
+        return self._session.pace(keep_bytes, state)
 
     def close(self) -> None:
         """What is under way may end by itself, for a while. A forked copy has nothing to end."""

@@ -14,7 +14,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,7 @@ from forebay.core.protocol import (
     OpenPlan,
     Pace,
     PublishIndex,
+    RankState,
     Register,
     Runway,
     ShardReady,
@@ -163,15 +165,12 @@ class StagerSession:
 
         `position` is its place in the plan.
         """
-        self.waits_for = self._name_of(shard)
-        try:
-            if position is not None:
-                self.advance(shard, position)
+        if position is not None:
+            self.advance(shard, position)
+        with self._waiting_for(shard):
             return self._retrying(lambda: self._lease(shard))
-        finally:
-            self.waits_for = ""
 
-    def pace(self, keep_bytes: int | None) -> Runway:
+    def pace(self, keep_bytes: int | None, state: RankState | None = None) -> Runway:
         """Of one thread, by a connection of its own: nobody waits for pacing, and it for nobody.
 
         Raises DaemonUnavailable, WaitTimeout.
@@ -180,7 +179,7 @@ class StagerSession:
             if self._pacing is None:
                 self._pacing = self._connect()
             plan = self._plan.name if self._plan else ""
-            return self._pacing.request(Pace(plan, keep_bytes), expect=Runway, timeout_s=_PACE_S)[0]
+            return self._pacing.request(Pace(plan, keep_bytes, state), expect=Runway, timeout_s=_PACE_S)[0]
         except ForebayError:
             if self._pacing:
                 self._pacing.close()
@@ -192,7 +191,16 @@ class StagerSession:
 
     def advance(self, shard: int, position: int) -> None:
         """What lies before that place in the plan, which is the shard's, is past."""
-        self._request(Advance(position), Done)
+        with self._waiting_for(shard):
+            self._request(Advance(position), Done)
+
+    @contextmanager
+    def _waiting_for(self, shard: int) -> Iterator[None]:
+        self.waits_for = self._name_of(shard)
+        try:
+            yield
+        finally:
+            self.waits_for = ""
 
     def _lease(self, shard: int) -> MappedShard:
         number = int(self._objects[shard])

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from forebay.core.protocol import Dataset, Runway
+from forebay.core.protocol import Dataset, RankState, Runway
 from forebay.loaders.batch import Shards
 from forebay.loaders.collate import Sample
 from forebay.loaders.order import Cursor, Ints, Opener, Walk
@@ -41,7 +41,7 @@ class Session(Protocol):
 
     def advance(self, shard: int, position: int) -> None: ...
 
-    def pace(self, keep_bytes: int | None) -> Runway: ...
+    def pace(self, keep_bytes: int | None, state: RankState | None = None) -> Runway: ...
 
     def counts(self) -> list[int]: ...
 

@@ -70,6 +70,7 @@ from forebay.stager.listing import list_shards
 from forebay.stager.manifest import Shard, freeze
 from forebay.stager.pins import Pins
 from forebay.stager.plan import Plan, PlanBook
+from forebay.stager.ranks import RankGauges
 from forebay.stager.registry import Registry
 from forebay.stager.scheduler import Scheduler
 from forebay.stager.selection import select
@@ -137,6 +138,7 @@ class Session:
         self._stager = stager
         self._number = number
         self._leases: Counter[str] = Counter()
+        self._rank = RankGauges()
         self._handlers: dict[type[Message], Callable[[Any], Awaitable[Reply]]] = {
             Register: self._register,
             OpenDataset: self._open_dataset,
@@ -177,6 +179,7 @@ class Session:
         self._leases.clear()
         self._stager.plans.drop(self._number)
         self._stager.claims.drop(self._number)
+        self._rank.gone()
         self._stager.scheduler.poke()
 
     # Datasets
@@ -222,6 +225,8 @@ class Session:
         plan = self._stager.plans.named(request.plan)
         if plan is None:
             return Runway(0, True), ()
+        if request.state:
+            self._rank.told(request.state, plan.manifest.url)
         if plan.keep_bytes != request.keep_bytes:
             plan.keep_bytes = request.keep_bytes
             plan.cursor = plan.position

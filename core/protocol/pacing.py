@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from forebay.core.protocol.message import Message
+
+
+class RankState(msgspec.Struct, frozen=True):
+    """A rank at its last look. Times add up since its loader began; `waiting_s` is of the step under way.
+
+    skew_share, storage_bound: of the whole job, as the first rank judged.
+    """
+
+    rank: int
+    step: int
+    wait_s: float
+    busy_s: float
+    waiting_s: float
+    runway_s: float
+    skew_share: float
+    storage_bound: bool
 
 
 class Pace(Message, tag="pace", frozen=True):
     """-> Runway, of the plan of that name.
 
     `keep_bytes`: until the next word nothing is fetched further ahead than that, because other nodes
-    need the source more; None for no limit.
+    need the source more; None for no limit. `state` is shown in stagerd's metrics while the session lives.
     """
 
     plan: str
     keep_bytes: int | None = None
+    state: RankState | None = None
 
 
 class Runway(Message, tag="runway", frozen=True):

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from forebay.core.protocol import Dataset, Runway
+from forebay.core.protocol import Dataset, RankState, Runway
 from forebay.loaders.session import MappedShard, StagerSession
 
 SEPARATOR = ","
@@ -63,11 +63,11 @@ class MixedSession:
         session, base = self._of(shard)
         session.advance(shard - base, position)
 
-    def pace(self, keep_bytes: int | None) -> Runway:
+    def pace(self, keep_bytes: int | None, state: RankState | None = None) -> Runway:
         """Of the dataset whose bytes last shortest, scaled to the whole; as if samples were of one size."""
         found = []
         for session, share in zip(self.sessions, self._shares, strict=True):
-            runway = session.pace(None if keep_bytes is None else int(keep_bytes * share))
+            runway = session.pace(None if keep_bytes is None else int(keep_bytes * share), state)
             found.append((runway.ends, runway.ahead_bytes / share, runway))
         ends, ahead_bytes, runway = min(found, key=lambda one: one[:2])
         return Runway(int(ahead_bytes), ends, runway.shard, runway.tier)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError, InvalidRequest
-from forebay.core.protocol import Runway
+from forebay.core.protocol import RankState, Runway
 from forebay.loaders.pacing.board import Board, job_store
 from forebay.loaders.pacing.lockstep import LONGEST_RUNWAY_S, Lockstep, alarm_of, judge
 from forebay.loaders.pacing.meter import StepMeter
@@ -67,7 +67,7 @@ class Fed(Protocol):
 
     def held(self) -> Held: ...
 
-    def pace(self, keep_bytes: int | None) -> Runway: ...
+    def pace(self, keep_bytes: int | None, state: RankState | None = None) -> Runway: ...
 
 
 class Monitor:
@@ -95,6 +95,8 @@ class Monitor:
         self._alarmed = ""
         self._warned = False
         self.lockstep = Lockstep()
+        # As of the last look; stagerd shows it.
+        self._state: RankState | None = None
         self._thread = threading.Thread(target=self._run, name="forebay-pace", daemon=True)
 
     def __enter__(self) -> Monitor:
@@ -136,6 +138,10 @@ class Monitor:
     def _look(self) -> None:
         keep_bytes = self.lockstep.keep_bytes.get(self._node) if self._pacing.give_way else None
         report = self._report(self._runway(keep_bytes))
+        self._state = RankState(
+            report.rank, report.step, report.wait_s, report.busy_s, report.waiting_s, report.runway_s,
+            self.lockstep.skew_share, self.lockstep.storage_bound,
+        )  # fmt: skip
         if report.waiting_s >= self._alarm_s:
             self._alarm([alarm_of(report)])
         if self._board:
@@ -149,7 +155,7 @@ class Monitor:
     def _runway(self, keep_bytes: int | None) -> Runway | None:
         """None when stagerd does not answer: what the rank itself knows is told all the same."""
         try:
-            return self._fed.pace(keep_bytes)
+            return self._fed.pace(keep_bytes, self._state)
         except ForebayError as err:
             self._warn(err)
             return None

@@ -7,10 +7,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from forebay.core.channel import ask
+from forebay.core.protocol import GetMetrics, MetricsText
 from forebay.loaders import DataLoader, StagedDataset
 from forebay.loaders.pacing import Pacing
 from tests.conftest import Node, eventually
@@ -108,3 +111,21 @@ def test_a_node_gives_way_as_it_is_told(node: Node, make_dataset: MakeDataset):
         assert session.pace(50_000).ahead_bytes < 100_000
         assert eventually(lambda: session.pace(None).ends and node.stager().shards == 30)
         assert session.pace(None).ahead_bytes > 500_000
+
+
+def test_stagerd_shows_the_ranks_of_its_node_while_they_live(node: Node, make_dataset: MakeDataset):
+    """For Prometheus: trainers come and go, the daemon is what is scraped."""
+    url = make_dataset([10] * 3, 50)
+    node.start()
+
+    def shown() -> str:
+        return ask(node.settings.stager_socket, GetMetrics(), expect=MetricsText).text
+
+    loader = DataLoader(StagedDataset(url, fields=("__key__",)), 1, pacing=Pacing(interval_s=0.05))
+    with closing(iter(loader)) as batches:
+        for _ in range(5):
+            next(batches)
+        label = f'{{dataset="{url}",rank="0"}}'
+        assert eventually(lambda: f"forebay_rank_step_count{label} 5.0" in shown())
+        assert f"forebay_rank_runway_seconds{label}" in shown()
+    assert eventually(lambda: "forebay_rank_step_count{" not in shown())
