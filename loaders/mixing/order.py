@@ -74,7 +74,9 @@ class MixedOrder:
                 places = np.flatnonzero(choices == part)
                 if len(places) > left[part]:
                     ends.append((part, int(places[left[part]])))
-                left[part] = (left[part] - len(places)) % max(1, whole[part])
+                left[part] -= len(places)
+                if left[part] < 0:
+                    left[part] %= max(1, whole[part])
             found = _end(self.until, ended, ends, len(self.parts))
             if found is not None:
                 return samples + found

@@ -44,7 +44,8 @@ def dies_at_five(sample: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def waits_for_ever(sample: tuple[Any, ...]) -> tuple[Any, ...]:
     if sample[0] == "000-0002":
-        print("waits", flush=True)
+        # At once, whatever the other process writes.
+        os.write(1, b"waits\n")
         threading.Event().wait()
     return sample
 
@@ -221,12 +222,14 @@ def test_processes_outlive_a_restart_of_stagerd(node: Node, make_dataset: MakeDa
 
 
 SCRIPT = """
-import sys, tests.integration.test_workers as here
+import faulthandler, os, sys, tests.integration.test_workers as here
 if __name__ == "__main__":
+    # Where it hangs, if it does.
+    faulthandler.dump_traceback_later(30)
     loader = here.loader(sys.argv[1], sys.argv[2], here.waits_for_ever, shuffle=False, num_workers=1,
         batch_size=1)
     for batch in loader:
-        print(*here.children(), flush=True)
+        os.write(1, (" ".join(map(str, here.children())) + "\n").encode())
 """
 
 
@@ -262,7 +265,7 @@ def test_nothing_is_left_of_a_script_that_is_ended(
         family |= set(map(int, line.split()))
     # Ctrl-C reaches the whole group of a terminal.
     os.killpg(run.pid, end) if end == signal.SIGINT else run.send_signal(end)
-    assert run.wait(timeout=30) != 0
+    assert run.wait(timeout=60) != 0
     run.stdout.close()
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family))
     assert eventually(lambda: node.stager().leased_bytes == 0)

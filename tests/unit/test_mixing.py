@@ -73,6 +73,12 @@ def test_first_ends_before_anything_repeats_and_all_after_all_have_come(parts, s
         assert max(times) - min(times) <= 1
 
 
+def test_a_turn_without_a_dataset_does_not_use_it_up():
+    """It was counted as ended then: `len()` and the pass differed."""
+    order = mixed([[1], [1]], [17.0, 0.125], "all")
+    assert sum(len(found.rows) for found in run(order, [1, 1], 1, 1)) == order.count_samples(1, [1, 1]) == 511
+
+
 def test_shares_are_those_of_the_weights():
     order = mixed([[10_000], [10_000], [10_000]], [6, 3, 1], 8_000)
     rows = np.concatenate([found.rows for found in run(order, [10_000] * 3, 0, 100)])
