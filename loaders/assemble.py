@@ -54,7 +54,7 @@ class Ready:
 
 
 class Assembler:
-    """Iterate it once; `close()` (or the end of the iteration) stops its threads."""
+    """Iterate it once, between `start()` and `close()`."""
 
     def __init__(
         self,
@@ -77,6 +77,9 @@ class Assembler:
         self._under_way: set[Future[Any]] = set()
         self._pool = ThreadPoolExecutor(num_threads, "forebay-assemble", maker.enter_thread)
         self._feeder = threading.Thread(target=self._feed, name="forebay-feed", daemon=True)
+
+    def start(self) -> None:
+        """Only once `close()` is sure to be called: a Ctrl-C may come as soon as threads run."""
         self._feeder.start()
 
     def __iter__(self) -> Iterator[Ready]:
@@ -116,7 +119,8 @@ class Assembler:
         self._ready.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._session.close()
-        self._feeder.join()
+        if self._feeder.ident:
+            self._feeder.join()
         _, late = wait(list(self._under_way), timeout=_END_S)
         if late:
             self._maker.abandon()

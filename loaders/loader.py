@@ -142,6 +142,7 @@ class DataLoader:
             assembler = Assembler(self._maker, self.dataset.single, session, run, self._num_workers, queue)
             with ExitStack() as ends:
                 ends.callback(assembler.close)
+                assembler.start()
                 ends.callback(self._meter.stopped)
                 if self._pacing:
                     place = Place(self._job, self.rank, self.world_size)
