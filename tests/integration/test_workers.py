@@ -75,8 +75,12 @@ def children() -> set[int]:
 
 
 @pytest.mark.parametrize("workers", ["process", "fork"])
-def test_batches_are_those_of_threads_and_of_no_daemon(node: Node, make_dataset: MakeDataset, workers: str):
+def test_batches_are_those_of_threads_and_of_no_daemon(
+    node: Node, make_dataset: MakeDataset, workers: str, monkeypatch: pytest.MonkeyPatch
+):
     """L3 and L5: bit for bit, over epochs, after a resume, with batches that the caller keeps."""
+    # Other tests of this process leave idle threads behind; a script has none.
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
     url = make_dataset(SHARDS, 500)
     alone = loader(url, "thread", cache_dir=node.home / "cache")
     without = [list(alone) for _ in range(2)]
