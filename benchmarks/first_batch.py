@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import tempfile
 import time
@@ -10,10 +9,9 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
-import obstore
 
 from forebay.benchmarks.daemons import running_daemon
-from forebay.benchmarks.loads import tar_bytes
+from forebay.benchmarks.loads import upload_tars
 from forebay.benchmarks.report import Case
 from forebay.benchmarks.seaweed import running_server
 from forebay.benchmarks.settings import environment
@@ -37,11 +35,7 @@ def _cold_and_hot(seed: int) -> Case:
         server = stack.enter_context(running_server())
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-bench-", dir=Path.cwd()))
         link = stack.enter_context(throttled(server.port, [Schedule(((0.0, _RATE_BPS),))]))
-        noise, shard_bytes = random.Random(seed), 0
-        for shard in range(_SHARDS):
-            body = tar_bytes([(f"{shard}-{n}.bin", noise.randbytes(_SAMPLE_BYTES)) for n in range(_SAMPLES)])
-            obstore.put(server.store(), f"first/{shard:03d}.tar", body, use_multipart=False)
-            shard_bytes = len(body)
+        shard_bytes = upload_tars(server.store(), "first", _SHARDS, _SAMPLES, _SAMPLE_BYTES, seed)
         stack.enter_context(
             environment(**{**server.env, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.ports[0]}"})
         )
@@ -76,7 +70,7 @@ def _resumed() -> Case:
             batches = len(loader)
             count_s = time.perf_counter() - began_at
             state = loader.state_dict()
-            block_samples = loader.state_dict()["block_shards"] * _MANY_SAMPLES
+            block_samples = state["block_shards"] * _MANY_SAMPLES
             samples = int(_MANY_SHARDS * _MANY_SAMPLES * 0.9)
             state["block"], state["offset"] = divmod(samples, block_samples)
             state["samples"] = samples

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import obstore
+from obstore.store import S3Store
 
 from forebay.loaders import Resized
 
@@ -72,6 +74,17 @@ def tar_bytes(members: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORM
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return buffer.getvalue()
+
+
+def upload_tars(store: S3Store, prefix: str, shards: int, samples: int, sample_bytes: int, seed: int) -> int:
+    """Noise, field `bin`; the bytes of one shard: all are of one size."""
+    noise, shard_bytes = random.Random(seed), 0
+    for shard in range(shards):
+        names = [f"{shard:03d}-{number:04d}.bin" for number in range(samples)]
+        body = tar_bytes([(name, noise.randbytes(sample_bytes)) for name in names])
+        obstore.put(store, f"{prefix}/{shard:03d}.tar", body, use_multipart=False)
+        shard_bytes = len(body)
+    return shard_bytes
 
 
 def _tars(samples: int, sample_bytes: int) -> Callable[[Path, random.Random], None]:

@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import obstore
-
 from forebay.benchmarks.daemons import running_daemon
-from forebay.benchmarks.loads import tar_bytes
+from forebay.benchmarks.loads import upload_tars
 from forebay.benchmarks.report import Case, Report
 from forebay.benchmarks.seaweed import S3Server, free_ports, running_server
 from forebay.benchmarks.settings import environment
@@ -61,7 +58,7 @@ def bench(seed: int) -> Report:
         server = stack.enter_context(running_server())
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-bench-", dir=Path.cwd()))
         stack.enter_context(environment(**server.env))
-        shard_bytes = _upload(server, seed)
+        shard_bytes = upload_tars(server.store(), "lockstep", _SHARDS, _SHARD_SAMPLES, _SAMPLE_BYTES, seed)
         # The all-reduce is part of a step, as is whatever these cores cost it.
         step_s = _alone_s(Path(home) / "alone")
         cases = [
@@ -78,17 +75,6 @@ def bench(seed: int) -> Report:
         "step_s": step_s,
     }
     return Report("lockstep", figures, cases, seed)
-
-
-def _upload(server: S3Server, seed: int) -> int:
-    """Bytes of one shard; all are of one size."""
-    noise, size_bytes = random.Random(seed), 0
-    for shard in range(_SHARDS):
-        names = [f"{shard:03d}-{number:04d}.{_FIELD}" for number in range(_SHARD_SAMPLES)]
-        body = tar_bytes([(name, noise.randbytes(_SAMPLE_BYTES)) for name in names])
-        obstore.put(server.store(), f"lockstep/{shard:03d}.tar", body, use_multipart=False)
-        size_bytes = len(body)
-    return size_bytes
 
 
 def _schedules() -> list[Schedule]:
@@ -210,14 +196,14 @@ def _rank(batches: Callable[[Job], Iterable[Any]], job: Job, started: Any) -> No
     began_at = time.monotonic()
     if started:
         started.send(began_at)
-    with _iterating(found) as iterator:
-        while True:
-            asked_at = time.monotonic()
-            if next(iterator, None) is None:
-                break
-            waits.append(time.monotonic() - asked_at)
-            time.sleep(_STEP_S)
-            dist.all_reduce(gradient)
+    iterator = iter(found)
+    while True:
+        asked_at = time.monotonic()
+        if next(iterator, None) is None:
+            break
+        waits.append(time.monotonic() - asked_at)
+        time.sleep(_STEP_S)
+        dist.all_reduce(gradient)
     seconds = time.monotonic() - began_at
     everybody: list[Any] = [None] * _RANKS
     dist.all_gather_object(everybody, waits)
@@ -228,15 +214,6 @@ def _rank(batches: Callable[[Job], Iterable[Any]], job: Job, started: Any) -> No
         )
     dist.barrier()
     dist.destroy_process_group()
-
-
-@contextmanager
-def _iterating(batches: Iterable[Any]) -> Iterator[Iterator[Any]]:
-    iterator = iter(batches)
-    try:
-        yield iterator
-    finally:
-        del iterator
 
 
 def _nothing(job: Job) -> Iterable[Any]:

@@ -44,26 +44,18 @@ transfer_throttled = Counter(
     "forebay_transfer_throttled", "Requests that the source refused or left unanswered", registry=STAGER
 )
 
-_RANK = ["rank", "dataset"]
-rank_step = Gauge("forebay_rank_step_count", "Steps of a rank on this node", _RANK, registry=STAGER)
-rank_wait_seconds = Gauge(
-    "forebay_rank_wait_seconds", "Time that a rank has waited for batches", _RANK, registry=STAGER
-)
-rank_busy_seconds = Gauge(
-    "forebay_rank_busy_seconds", "Time that a rank has worked on batches", _RANK, registry=STAGER
-)
-rank_waiting_seconds = Gauge(
-    "forebay_rank_waiting_seconds", "Wait so far for the batch of the step under way", _RANK, registry=STAGER
-)
-rank_runway_seconds = Gauge(
-    "forebay_rank_runway_seconds", "Time that what lies ahead in the hot tier lasts", _RANK, registry=STAGER
-)
-rank_skew_share = Gauge(
-    "forebay_rank_skew_ratio", "p99 of the skew of waits in the job, of a step", _RANK, registry=STAGER
-)
-rank_storage_bound = Gauge(
-    "forebay_rank_storage_bound", "1 when the job waits for storage", _RANK, registry=STAGER
-)
+
+def _of_rank(name: str, text: str) -> Gauge:
+    return Gauge(name, text, ["rank", "dataset"], registry=STAGER)
+
+
+rank_step = _of_rank("forebay_rank_step_count", "Steps of a rank on this node")
+rank_wait_seconds = _of_rank("forebay_rank_wait_seconds", "Time that a rank has waited for batches")
+rank_busy_seconds = _of_rank("forebay_rank_busy_seconds", "Time that a rank has worked on batches")
+rank_waiting_seconds = _of_rank("forebay_rank_waiting_seconds", "Wait so far for the batch of this step")
+rank_runway_seconds = _of_rank("forebay_rank_runway_seconds", "Time that the hot tier's bytes ahead last")
+rank_skew_share = _of_rank("forebay_rank_skew_ratio", "p99 of the skew of waits in the job, of a step")
+rank_storage_bound = _of_rank("forebay_rank_storage_bound", "1 when the job waits for storage")
 
 checkpoint_seconds = Histogram(
     "forebay_checkpoint_seconds",

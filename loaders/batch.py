@@ -42,8 +42,9 @@ class SampleReader:
     def __init__(self, cuts: Sequence[Cut], on_error: OnSampleError) -> None:
         self._cuts = cuts
         # Columns can be gathered where all samples are made alike, of what lies in the shards.
-        self._alike = on_error == "raise" and len({cut.fields for cut in cuts}) == 1
-        self._alike = self._alike and not any(cut.transform for cut in cuts)
+        self._alike = on_error == "raise" and all(
+            cut.fields == cuts[0].fields and cut.transform is None for cut in cuts
+        )
         self._on_error = on_error
         self._lock = threading.Lock()
         self.failed = 0

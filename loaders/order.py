@@ -60,16 +60,31 @@ class Opener(Protocol):
 
 
 class Walk(ABC):
-    """One pass: rows of (shard, sample), as many at a time as wanted. Nothing is known of later shards."""
+    """One pass: rows of (shard, sample), as many at a time as wanted. Nothing is known of later shards.
 
-    @abstractmethod
+    `_rows`: those that nobody has taken yet, `_samples` those that were, since the epoch began.
+    """
+
+    def __init__(self, start: Cursor) -> None:
+        self._rows = no_rows()
+        self._samples = start.samples
+
     def take(self, wanted: int) -> Ints:
         """Fewer at the end."""
+        while len(self._rows) < wanted and self._more():
+            pass
+        taken, self._rows = self._rows[:wanted], self._rows[wanted:]
+        self._samples += len(taken)
+        return taken
+
+    @abstractmethod
+    def _more(self) -> bool:
+        """Adds to the rows, if only none; False at the end."""
 
     @property
-    @abstractmethod
     def pending(self) -> Ints:
         """Rows of shards that are open, and that nobody has taken yet."""
+        return self._rows
 
     @property
     @abstractmethod
@@ -112,7 +127,7 @@ class Order:
     def samples_of(self, epoch: int, block: int, shards: Ints, counts: list[int]) -> Ints:
         """All (shard, sample) rows of a block in order of use; `counts` are its shards' samples."""
         rows = np.concatenate(
-            [np.empty((0, 2), dtype=np.int64)]
+            [no_rows()]
             + [
                 np.stack([np.full(count, shard, dtype=np.int64), np.arange(count, dtype=np.int64)], axis=1)
                 for shard, count in zip(shards, counts, strict=True)
@@ -142,25 +157,19 @@ class Order:
 
 class _BlockWalk(Walk):
     def __init__(self, order: Order, epoch: int, start: Cursor, opener: Opener) -> None:
+        super().__init__(start)
         self._order = order
         self._epoch = epoch
         self._opener = opener
         self._blocks = order.blocks(epoch)
         self._first = self._next = start.block
         self._skip = start.offset
-        self._samples = start.samples
-        self._rows = np.empty((0, 2), dtype=np.int64)
-        self._block_rows = start.offset
+        self._block_rows = 0
         opener.plan(np.concatenate([*self._blocks[self._first :], order.sequence(epoch + 1)]), order.window)
 
-    def take(self, wanted: int) -> Ints:
-        while len(self._rows) < wanted and self._next < len(self._blocks):
-            self._open()
-        taken, self._rows = self._rows[:wanted], self._rows[wanted:]
-        self._samples += len(taken)
-        return taken
-
-    def _open(self) -> None:
+    def _more(self) -> bool:
+        if self._next == len(self._blocks):
+            return False
         block, shards = self._next, self._blocks[self._next]
         place = (block - self._first) * self._order.block_shards
         counts = self._opener.open(place, shards, self._rows)
@@ -169,10 +178,7 @@ class _BlockWalk(Walk):
         self._rows = np.concatenate([self._rows, fresh[self._skip :]])
         self._skip = 0
         self._next += 1
-
-    @property
-    def pending(self) -> Ints:
-        return self._rows
+        return True
 
     @property
     def cursor(self) -> Cursor:
@@ -180,6 +186,10 @@ class _BlockWalk(Walk):
         if self._next == self._first:
             return Cursor(self._first, self._skip, self._samples)
         return Cursor(self._next - 1, self._block_rows - len(self._rows), self._samples)
+
+
+def no_rows() -> Ints:
+    return np.empty((0, 2), dtype=np.int64)
 
 
 def slice_for_rank(rows: Ints, rank: int, world_size: int) -> tuple[Ints, int]:

@@ -359,11 +359,11 @@ class StagerSession:
 
 
 def _map(fd: int, size_bytes: int) -> mmap.mmap:
-    """Mapped with its pages, here and at once: cheaper than a fault per page in the middle of a batch."""
+    """Without its pages: the kernel maps them by the dozen as batches come to them, in the workers' time."""
     if not size_bytes:
         # mmap refuses an empty file; an anonymous page keeps the type.
         return mmap.mmap(-1, 1)
-    # A stage job leaves nothing in the page cache: large reads from the disk, not one per fault.
+    # A stage job leaves nothing in the page cache: large reads from the disk, begun now.
     os.posix_fadvise(fd, 0, size_bytes, os.POSIX_FADV_WILLNEED)
     return mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 

@@ -8,10 +8,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from forebay.core.protocol import Dataset, RankState, Runway
-from forebay.loaders.batch import Shards
-from forebay.loaders.collate import Sample
-from forebay.loaders.order import Cursor, Ints, Opener, Walk
-from forebay.loaders.pool import BatchPool
+from forebay.loaders.batch import SampleReader
+from forebay.loaders.order import Cursor, Opener, Walk
 from forebay.loaders.session import MappedShard
 
 
@@ -54,17 +52,6 @@ class Session(Protocol):
     ) -> None: ...
 
 
-class Reader(Protocol):
-    """See `SampleReader`."""
-
-    @property
-    def failed(self) -> int: ...
-
-    def batch(self, rows: Ints, shards: Shards, pool: BatchPool) -> Sample: ...
-
-    def samples(self, rows: Ints, shards: Shards) -> list[Sample]: ...
-
-
 class Sequencing(Protocol):
     """See `Order`."""
 
@@ -94,7 +81,7 @@ class Source(Protocol):
     """`single`: every shard is one sample. `signature`: how shards are cut into samples."""
 
     @property
-    def reader(self) -> Reader: ...
+    def reader(self) -> SampleReader: ...
 
     @property
     def single(self) -> bool: ...

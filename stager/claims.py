@@ -32,7 +32,7 @@ class IndexClaims:
                     continue
                 if (shard.id, index) not in self._owners:
                     self._owners[shard.id, index] = session
-                    if await self._indices.known(shard, index):
+                    if await self._indices.bring(shard, index):
                         # Another node has told.
                         self.indexed(shard, index)
                         continue

@@ -29,12 +29,17 @@ class Indices:
         self._registry = registry
         self._warm = warm
 
-    async def known(self, shard: Shard, cut: str) -> bool:
-        """Brought from the warm tier if it is only there. No cut, no index."""
-        return bool(cut) and (self._registry.samples(shard.id, cut) >= 0 or await self._brought(shard, cut))
+    async def bring(self, shard: Shard, cut: str) -> bool:
+        """From the warm tier, if it is only there; whether that has it, or this node. No cut, no index."""
+        if self._warm is None or not cut:
+            return False
+        if self._registry.samples(shard.id, cut) >= 0:
+            return True
+        data = await self._warm.index(_name(shard, cut))
+        return data is not None and self._took(shard, cut, data)
 
     def open(self, shard: Shard, cut: str) -> int | None:
-        """A descriptor; None when it is not known."""
+        """A descriptor; None when this node has none."""
         return self._registry.open_index(shard.id, cut) if cut else None
 
     async def add(self, shard: Shard, cut: str, samples: int, payload: bytes) -> None:
@@ -43,10 +48,7 @@ class Indices:
             copy = _Copy(samples, xxhash.xxh3_128_hexdigest(payload), payload)
             await self._warm.put_index(_name(shard, cut), msgspec.msgpack.encode(copy))
 
-    async def _brought(self, shard: Shard, cut: str) -> bool:
-        data = await self._warm.index(_name(shard, cut)) if self._warm else None
-        if data is None:
-            return False
+    def _took(self, shard: Shard, cut: str, data: bytes) -> bool:
         try:
             copy = msgspec.msgpack.decode(data, type=_Copy)
         except msgspec.DecodeError:

@@ -239,7 +239,7 @@ class Session:
         self._lease(shard)
         try:
             # Asked for first: once a descriptor is open nothing is waited for any more.
-            await self._stager.indices.known(shard, request.index)
+            await self._stager.indices.bring(shard, request.index)
             with metrics.stager_wait_seconds.time():
                 fd, digest = await self._opened(shard, dataset.tenant)
         except BaseException:

@@ -85,16 +85,17 @@ class WarmTier:
 
     async def _look(self, shard: Shard) -> tuple[ObjectInfo, str] | None:
         """What is there, if it is whole."""
+        digest = await self._small(f"{_key(shard.id)}.digest")
+        if digest is None:
+            return None
         try:
-            side = await self._store.head(f"{_key(shard.id)}.digest")
-            digest = bytes(await self._store.read(side, 0, side.size_bytes)).decode().strip()
             info = await self._store.head(_key(shard.id))
         except ObjectNotFound:
             return None
         # An MD5 of the store adds nothing to the digest that was taken from the source's bytes.
-        return (
-            (msgspec.structs.replace(info, md5=None), digest) if info.size_bytes == shard.size_bytes else None
-        )
+        if info.size_bytes != shard.size_bytes:
+            return None
+        return msgspec.structs.replace(info, md5=None), digest.decode().strip()
 
     async def claim(self, shard: Shard) -> Claim:
         """Is this node to fetch the shard from cold? When coordinating fails, everybody may."""
@@ -186,9 +187,9 @@ class WarmTier:
     async def _small(self, key: str) -> bytes | None:
         try:
             info = await self._store.head(key)
+            return bytes(await self._store.read(info, 0, info.size_bytes))
         except ObjectNotFound:
             return None
-        return bytes(await self._store.read(info, 0, info.size_bytes))
 
     async def _trim(self) -> None:
         """Keep below the capacity, by what was published longest ago."""

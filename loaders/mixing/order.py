@@ -6,8 +6,9 @@ in its own order. So L1 to L5 (`loaders.order`) hold for the mixture as for one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -48,7 +49,7 @@ class MixedOrder:
 
     @property
     def bases(self) -> list[int]:
-        return [sum(part.shards for part in self.parts[:place]) for place in range(len(self.parts))]
+        return bases_of(part.shards for part in self.parts)
 
     def walk(self, epoch: int, start: Cursor, opener: Opener) -> Walk:
         return _MixedWalk(self, epoch, start, opener)
@@ -87,6 +88,11 @@ class MixedOrder:
         return f"seed {self.seed}, {len(self.parts)} datasets in shares of {shares}, until {self.until}"
 
 
+def bases_of(shards: Iterable[int]) -> list[int]:
+    """The number of each dataset's first shard, when all are numbered through."""
+    return [0, *accumulate(shards)][:-1]
+
+
 def _end(until: Until, ended: set[int], ends: list[tuple[int, int]], parts: int) -> int | None:
     """Where in this turn the pass ends, if it does. `ends`: datasets that ran out, and at which place."""
     if until == "first":
@@ -98,6 +104,7 @@ def _end(until: Until, ended: set[int], ends: list[tuple[int, int]], parts: int)
 
 class _MixedWalk(Walk):
     def __init__(self, order: MixedOrder, epoch: int, start: Cursor, opener: Opener) -> None:
+        super().__init__(start)
         self._order = order
         self._bases = order.bases
         self._epoch = epoch
@@ -105,9 +112,7 @@ class _MixedWalk(Walk):
         self._start = start
         self._turn = start.block
         self._skip = start.offset
-        self._samples = start.samples
-        self._rows = _none()
-        self._drawn = [_none()]
+        self._drawn = list[Ints]()
         self._turn_rows = 0
         self._over = False
         states = start.parts or ((0, 0, 0, 0),) * len(order.parts)
@@ -118,13 +123,6 @@ class _MixedWalk(Walk):
         for part, state in enumerate(states):
             self._walks.append(self._walk(part, Cursor(*state[1:])))
         self._before = self._states()
-
-    def take(self, wanted: int) -> Ints:
-        while len(self._rows) < wanted and not self._over:
-            self._draw()
-        taken, self._rows = self._rows[:wanted], self._rows[wanted:]
-        self._samples += len(taken)
-        return taken
 
     @property
     def pending(self) -> Ints:
@@ -138,7 +136,10 @@ class _MixedWalk(Walk):
             return Cursor(self._turn, self._start.offset, self._samples, self._before)
         return Cursor(self._turn - 1, self._turn_rows - len(self._rows), self._samples, self._before)
 
-    def _draw(self) -> None:
+    def _more(self) -> bool:
+        """Draws a turn."""
+        if self._over:
+            return False
         self._before = self._states()
         choices = self._order.choices(self._epoch, self._turn)
         rows = np.zeros((TURN, 2), dtype=np.int64)
@@ -157,6 +158,7 @@ class _MixedWalk(Walk):
         self._skip = 0
         self._drawn.clear()
         self._turn += 1
+        return True
 
     def _take(self, part: int, wanted: int) -> tuple[Ints, int | None]:
         """Rows of one dataset, and after how many of them it came to its end, if it did."""
@@ -209,7 +211,3 @@ class _PartOpener:
 
     def open(self, place: int, shards: Ints, pending: Ints) -> list[int]:
         return self._opener.open(place, shards + self._base, self._mixed.pending)
-
-
-def _none() -> Ints:
-    return np.empty((0, 2), dtype=np.int64)

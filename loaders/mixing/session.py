@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from forebay.core.protocol import Dataset, RankState, Runway
+from forebay.loaders.mixing.order import bases_of
 from forebay.loaders.session import MappedShard, StagerSession
 
 SEPARATOR = ","
@@ -21,7 +22,7 @@ class MixedSession:
     def __init__(self, sessions: Sequence[StagerSession], shares: Sequence[float]) -> None:
         self.sessions = sessions
         self._shares = shares
-        self._bases = [sum(s.shards for s in sessions[:place]) for place in range(len(sessions))]
+        self._bases = bases_of(session.shards for session in sessions)
         self.dataset = _combined([session.dataset for session in sessions])
 
     @property

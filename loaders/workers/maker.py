@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from forebay.loaders.batch import Shards
+from forebay.loaders.batch import SampleReader, Shards
 from forebay.loaders.order import Ints
 from forebay.loaders.pool import BatchPool
-from forebay.loaders.source import Reader, Session
+from forebay.loaders.source import Session
 
 log = logging.getLogger("forebay.loaders")
 
@@ -53,7 +53,11 @@ class InThreads:
     """The threads that ask do the work, on `cpus` if any are given."""
 
     def __init__(
-        self, reader: Reader, collate: Collate | None, pool: BatchPool, cpus: frozenset[int] = frozenset()
+        self,
+        reader: SampleReader,
+        collate: Collate | None,
+        pool: BatchPool,
+        cpus: frozenset[int] = frozenset(),
     ) -> None:
         self._cpus = cpus
         self._reader = reader

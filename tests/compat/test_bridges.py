@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from pathlib import Path
 
 import fsspec
@@ -14,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import webdataset as wds
 
-from forebay.core.protocol import DatasetReply, Register
+from forebay.benchmarks.jobs import register
+from forebay.core.protocol import Register
 from forebay.loaders.filesystem import ForebayFileSystem
 from tests.conftest import Node, eventually, shard_bytes
 
@@ -29,9 +29,7 @@ def fs(node: Node, tmp_path: Path) -> ForebayFileSystem:
         pq.write_table(pa.table({"n": np.arange(5) + 10 * number}), place / f"deep/{number}.parquet")
     node.start()
     with node.connect() as channel:
-        _, (fd,) = channel.request(Register(str(place), "raw", "things"), expect=DatasetReply)
-
-    os.close(fd)
+        register(channel, Register(str(place), "raw", "things"))
     ForebayFileSystem.clear_instance_cache()
     return fsspec.filesystem("forebay")  # type: ignore[no-any-return]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import pyarrow.parquet as pq
 from torchdata.nodes import Loader, Mapper
 from torchdata.stateful_dataloader.stateful import Stateful
 
-from forebay.core.protocol import DatasetReply, Register
+from forebay.benchmarks.jobs import register
+from forebay.core.protocol import Register
 from forebay.loaders import DataLoader, StagedDataset
 from forebay.loaders.filesystem import ForebayFileSystem
 from forebay.loaders.nodes import LoaderNode
@@ -84,8 +84,7 @@ def test_hugging_face_datasets_stream_staged_files(node: Node, tmp_path: Path):
         pq.write_table(pa.table({"n": np.arange(5) + 10 * number}), place / f"{number}.parquet")
     node.start()
     with node.connect() as channel:
-        _, (fd,) = channel.request(Register(str(place), "raw", "numbers"), expect=DatasetReply)
-    os.close(fd)
+        register(channel, Register(str(place), "raw", "numbers"))
     ForebayFileSystem.clear_instance_cache()
     files = [f"forebay://numbers/{number}.parquet" for number in range(3)]
     found = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core.errors import EmptyDataset
+from forebay.loaders.batch import Cut, SampleReader
 from forebay.loaders.mixing.order import TURN, MixedOrder, Until
 from forebay.loaders.order import Cursor, Order, count_batches
 from tests.unit.test_order import Opened, run
@@ -121,3 +123,16 @@ def test_same_seed_same_choices_for_ever():
 def test_a_dataset_without_samples_is_named():
     with pytest.raises(EmptyDataset, match="dataset 1 of the mixture"):
         run(mixed([[5], [0]], [1, 1], "all"), [5, 0], 0, 2)
+
+
+@dataclass
+class Doubled:
+    """As any class with a comparison of its own, it has no hash."""
+
+    def __call__(self, value: bytes) -> bytes:
+        return value * 2
+
+
+def test_a_decoder_may_be_any_callable():
+    cuts = [Cut((("x", Doubled()),), None)] * 2
+    assert SampleReader(cuts, "raise").failed == 0
