@@ -122,10 +122,13 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 def stats_below(folder: Path) -> dict[Path, os.stat_result]:
     """Of the files there; what a daemon renames or removes meanwhile is left out."""
     found = {}
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            if path.is_file():
-                found[path] = path.stat()
+    # Unlike rglob it passes over a folder that goes while it is walked.
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place, name)
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file():
+                    found[path] = path.stat()
     return found
 
 

@@ -30,7 +30,7 @@ from forebay.core.errors import (
     WaitTimeout,
 )
 from forebay.core.protocol import Absorb, Absorbed, Checkpoints, VerifyCheckpoints
-from tests.conftest import Node, eventually
+from tests.conftest import Node, eventually, stats_below
 
 
 def state_of(value: float, size: int = 1000) -> dict[str, Any]:
@@ -331,7 +331,7 @@ def test_the_spool_keeps_the_newest_and_never_what_is_not_ours(daemon: Node, ups
     spool = daemon.settings.spool_dir / "runs/run"
 
     def kept() -> set[str]:
-        return {p.parent.parent.name for p in spool.rglob("*.safetensors")}
+        return {p.parent.parent.name for p in stats_below(spool) if p.suffix == ".safetensors"}
 
     assert eventually(lambda: kept() == {"step-000000004", "step-000000005"})
     assert (stranger / "readme.txt").exists()
