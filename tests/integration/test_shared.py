@@ -219,7 +219,10 @@ def test_a_redis_that_goes_away_is_a_miss_said_once(
     url = make_dataset(samples, KB)
     assert all(job.state == "done" for job in two.stage(url))
     two.check(url, samples, KB)
-    assert 1 <= two.log(0).count("warm tier fails") <= 3
+    # A node that found every shard in the warm tier had nothing to claim, so nothing to say.
+    said = [two.log(number).count("warm tier fails") for number in range(2)]
+    assert max(said) >= 1
+    assert all(times <= 3 for times in said)
 
 
 def test_a_warm_tier_that_fails_is_a_miss_said_once(
