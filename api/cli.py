@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forebay.api import checkpoints, index, jobs, pins, render, staging
+from forebay.api.commands import checkpoints, index, jobs, pins, render, staging
 from forebay.core import service
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError, root_cause

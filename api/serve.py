@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ipaddress
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import anyio
 import structlog
-import uvicorn
 from anyio.abc import Process
 
-from forebay.api.app import create_app
 from forebay.core import service
 from forebay.core.config import Settings
 from forebay.core.errors import ConfigError
@@ -52,37 +49,10 @@ def serve(part: Part, settings: Settings) -> None:
         checkpointd = Checkpointd(settings)
         service.run(name, checkpointd.main, drain=checkpointd.drain)
     else:
-        service.run(name, lambda: _serve_api(settings))
+        from forebay.api.server import ApiServer
 
-
-class _Server(uvicorn.Server):
-    """uvicorn under our own life cycle: signals are core.service's, readiness is told."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        await super().startup()
-        if self.started:
-            service.notify("READY=1")
-
-
-async def _serve_api(settings: Settings) -> None:
-    host = settings.api.host
-    if not ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback:
-        raise ConfigError(
-            f"api.host is {host}: without a token the API answers on loopback only",
-            hint="this version knows no tokens; put an authenticating proxy in front of 127.0.0.1",
-        )
-    config = uvicorn.Config(
-        create_app(settings), host=host, port=settings.api.port, log_level="warning", lifespan="off"
-    )
-    server = _Server(config)
-    with contextlib.suppress(SystemExit):
-        await server.serve()
-    if not server.started:
-        raise ConfigError(f"the API cannot listen on {host}:{settings.api.port}", hint="set api.port")
+        server = ApiServer(settings)
+        service.run(name, server.main, drain=server.drain)
 
 
 def end_with_parent() -> None:

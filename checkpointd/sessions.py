@@ -16,10 +16,10 @@ from forebay.checkpointd.attempts import Attempts
 from forebay.checkpointd.commit import find_commits
 from forebay.checkpointd.memory import Memory
 from forebay.checkpointd.pipeline import Pipeline
-from forebay.checkpointd.retention import leaving, trim
+from forebay.checkpointd.retention import leaving, removable, remove, trim
 from forebay.checkpointd.spool import Spool
 from forebay.checkpointd.waves import Waves
-from forebay.core import metrics
+from forebay.core import metrics, recent
 from forebay.core.channel import Handler, Reply
 from forebay.core.errors import CheckpointCorrupt, NoCheckpoint, ProtocolError, WaitTimeout
 from forebay.core.failpoint import failpoint
@@ -36,12 +36,15 @@ from forebay.core.protocol import (
     GetMetrics,
     GetStatus,
     ListCheckpoints,
+    ListProblems,
     Message,
     MetricsText,
     OpenCheckpoint,
     OpenFile,
     PinCheckpoint,
+    Problems,
     Prune,
+    RemoveCheckpoint,
     RepairFile,
     VerifyCheckpoints,
     WaitLevel,
@@ -67,6 +70,8 @@ class CheckpointSessions:
             VerifyCheckpoints: self._verify,
             RepairFile: self._repair,
             Prune: self._prune,
+            RemoveCheckpoint: self._remove,
+            ListProblems: self._list_problems,
             PinCheckpoint: self._pin,
             Flush: self._flush,
             GetStatus: self._get_status,
@@ -169,6 +174,15 @@ class CheckpointSessions:
             gone = await rule(store, request.run, request.keep, reading.of_run(request.run))
         return Checkpoints([restore.describe(request.run, at, store.url) for at in gone]), ()
 
+    async def _remove(self, request: RemoveCheckpoint) -> Reply:
+        store = self._pipeline.upstream(request.upstream)
+        reading = self._pipeline.reading
+        async with reading.lock:
+            gone = await removable(store, request.run, request.step, reading.of_run(request.run))
+            for at in gone if not request.dry_run else ():
+                await remove(store, request.run, at)
+        return Checkpoints([restore.describe(request.run, at, store.url) for at in gone]), ()
+
     async def _pin(self, request: PinCheckpoint) -> Reply:
         store = self._pipeline.upstream(request.upstream)
         for at in await find_commits(store, request.run):
@@ -189,6 +203,9 @@ class CheckpointSessions:
     async def _get_status(self, request: GetStatus) -> Reply:
         attempts = [attempt.status() for attempt in self._attempts.recent()]
         return CheckpointStatus(os.getpid(), socket.gethostname(), str(self._spool.root), attempts), ()
+
+    async def _list_problems(self, request: ListProblems) -> Reply:
+        return Problems(recent.newest()), ()
 
     async def _get_metrics(self, request: GetMetrics) -> Reply:
         return MetricsText(metrics.render(metrics.CHECKPOINT)), ()

@@ -39,9 +39,9 @@ log = structlog.get_logger()
 _HEADER = struct.Struct("<IB3x")
 _MAX_FDS = 16
 _MAX_BODY_BYTES = 256 << 20
-_CONNECT_S = 5.0
+CONNECT_S = 5.0
 
-_HUNG_UP = (
+HUNG_UP = (
     anyio.EndOfStream,
     anyio.BrokenResourceError,
     anyio.ClosedResourceError,
@@ -66,13 +66,18 @@ def close_all(fds: Fds) -> None:
 
 async def listen(path: Path) -> anyio.abc.SocketListener:
     """Bind the socket; a stale file of a dead daemon is replaced, a live daemon's is not."""
+    make_room_for(path)
+    return await anyio.create_unix_listener(path, mode=0o660, backlog=1024)
+
+
+def make_room_for(path: Path) -> None:
+    """Where a socket of a dead process lies. Raises AlreadyRunning when it is alive."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:
                 raise AlreadyRunning(f"a daemon already answers on {path}")
         path.unlink()
-    return await anyio.create_unix_listener(path, mode=0o660, backlog=1024)
 
 
 async def serve(
@@ -89,7 +94,7 @@ async def serve(
                 await _greet(stream, daemon)
                 async with open_session() as handler:
                     await _converse(stream, handler)
-            except* _HUNG_UP:
+            except* HUNG_UP:
                 pass
             except* ProtocolError as errors:
                 log.warning("connection refused", reason=str(root_cause(errors)))
@@ -101,14 +106,14 @@ async def serve(
 
 
 async def _greet(stream: UNIXSocketStream, daemon: str) -> None:
-    with anyio.fail_after(_CONNECT_S):
-        hello, fds = await _receive(stream)
+    with anyio.fail_after(CONNECT_S):
+        hello, fds = await receive_frame(stream)
     close_all(fds)
     if not isinstance(hello, Hello) or hello.version != VERSION:
         refusal = ProtocolError(f"{daemon} speaks version {VERSION}, the client said {hello}")
-        await _send(stream, Failure.of(refusal), ())
+        await send_frame(stream, Failure.of(refusal), ())
         raise refusal
-    await _send(stream, Welcome(daemon, os.getpid()), ())
+    await send_frame(stream, Welcome(daemon, os.getpid()), ())
 
 
 async def _converse(stream: UNIXSocketStream, handler: Handler) -> None:
@@ -124,7 +129,7 @@ async def _converse(stream: UNIXSocketStream, handler: Handler) -> None:
 async def _read(stream: UNIXSocketStream, send: MemoryObjectSendStream[Request]) -> None:
     async with send:
         while True:
-            await send.send(await _receive(stream))
+            await send.send(await receive_frame(stream))
 
 
 async def _answer(
@@ -142,14 +147,14 @@ async def _answer(
             finally:
                 close_all(fds)
             try:
-                await _send(stream, reply, reply_fds)
+                await send_frame(stream, reply, reply_fds)
             except (anyio.BrokenResourceError, ConnectionError):
                 return
             finally:
                 close_all(reply_fds)
 
 
-async def _send(stream: UNIXSocketStream, message: Message, fds: Fds) -> None:
+async def send_frame(stream: UNIXSocketStream, message: Message, fds: Fds) -> None:
     body = encode(message)
     header = _HEADER.pack(len(body), len(fds))
     if fds:
@@ -159,7 +164,7 @@ async def _send(stream: UNIXSocketStream, message: Message, fds: Fds) -> None:
         await stream.send(header + body)
 
 
-async def _receive(stream: UNIXSocketStream) -> Request:
+async def receive_frame(stream: UNIXSocketStream) -> Request:
     header, fds = b"", list[int]()
     while len(header) < _HEADER.size:
         part, more = await stream.receive_fds(_HEADER.size - len(header), _MAX_FDS)
@@ -198,7 +203,7 @@ class Channel:
     def connect(cls, path: Path, role: str) -> Channel:
         """Raises DaemonUnavailable when nobody listens there."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(_CONNECT_S)
+        sock.settimeout(CONNECT_S)
         channel = cls(sock, path)
         try:
             sock.connect(str(path))
@@ -206,7 +211,7 @@ class Channel:
             sock.close()
             raise DaemonUnavailable(f"nobody answers on {path} ({err.strerror or err})") from err
         try:
-            welcome, _ = channel.request(Hello(role, os.getpid()), expect=Welcome, timeout_s=_CONNECT_S)
+            welcome, _ = channel.request(Hello(role, os.getpid()), expect=Welcome, timeout_s=CONNECT_S)
         except BaseException:
             channel.close()
             raise

@@ -153,11 +153,74 @@ class DropboxSettings(_Section):
     settle_s: float = Field(5.0, gt=0, description="how long its files must lie still")
 
 
-class ApiSettings(_Section):
-    """forebay-api: REST for people and programs; loopback only, for now."""
+ScopeName = Literal["read", "stage", "admin"]
 
-    host: str = "127.0.0.1"
+
+class OidcSettings(_Section):
+    """Tokens of an OpenID provider (`[api.oidc]`)."""
+
+    issuer: str = Field(description="URL of the issuer, as its tokens name it")
+    audience: str = Field(description="what its tokens for this service name as audience")
+    roles_claim: str = Field("roles", description="claim that holds the roles, with dots into nested ones")
+    roles: dict[str, tuple[ScopeName, ...]] = Field(
+        {"forebay-read": ("read",), "forebay-stage": ("stage",), "forebay-admin": ("admin",)},
+        description="scopes of each role",
+    )
+    tenant_claim: str | None = Field(None, description="claim that holds the tenant; none: no tenants")
+    ca_file: Path | None = Field(None, description="certificates (PEM) to trust instead of the system's")
+
+
+class ClientSettings(_Section):
+    """A client certificate that is let in (`[[api.client]]`), by its common name."""
+
+    name: str
+    scopes: tuple[ScopeName, ...] = ("read",)
+    tenant: str | None = None
+
+
+class ApiSettings(_Section):
+    """forebay-api: REST and the dashboard."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; beyond loopback callers must be known")
     port: int = Field(8370, ge=0, le=65535)
+    names: tuple[str, ...] = Field((), description="host names besides localhost that a loopback API has")
+    anonymous: bool = Field(True, description="on loopback, serve requests without a token")
+    group: str | None = Field(None, description="Unix group that may use the socket besides the owner")
+    group_scopes: tuple[ScopeName, ...] = ("read", "stage")
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM)")
+    tls_key: Path | None = Field(None, description="its key (PEM)")
+    tls_client_ca: Path | None = Field(None, description="who signs client certificates (PEM)")
+    oidc: OidcSettings | None = None
+    client: tuple[ClientSettings, ...] = ()
+    sources: tuple[str, ...] = Field(
+        ("s3://", "gs://", "az://"), description="prefixes of URLs that a request may name"
+    )
+    body: Size = Field(_size("8MiB"), description="largest request")
+    rate: float = Field(2000.0, ge=0, description="requests per second of one caller; 0: no limit")
+    concurrency: int = Field(256, ge=1, description="requests at once")
+    streams: int = Field(256, ge=1, description="followers of stage jobs at once")
+    receive_s: float = Field(10.0, gt=0, description="longest time that a caller may take to send a request")
+    drain_s: float = Field(10.0, ge=0, description="longest wait for open requests at the end")
+
+
+class TenantSettings(_Section):
+    """What a tenant may name (`[[tenant]]`); what it may hold is in stager.quotas."""
+
+    name: str
+    sources: tuple[str, ...] = Field((), description="prefixes of URLs")
+    runs: tuple[str, ...] = Field((), description="names of runs, with * for any part")
+
+
+class ClusterSettings(_Section):
+    """The other nodes, for a gateway: listed, named by DNS, or announced in Redis."""
+
+    nodes: tuple[str, ...] = Field((), description="URLs of the nodes' APIs")
+    dns: str | None = Field(None, description="URL whose host has one address per node")
+    redis: str | None = Field(None, description="redis://host: nodes announce themselves there")
+    url: str | None = Field(None, description="URL under which this node announces itself")
+    token_file: Path | None = Field(None, description="file with the token for the nodes' APIs")
+    ca_file: Path | None = Field(None, description="certificates (PEM) of the nodes' APIs")
+    timeout_s: float = Field(10.0, gt=0, description="longest wait for one node")
 
 
 class S3Settings(_Section):
@@ -185,6 +248,8 @@ class Settings(BaseSettings):
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
     dropbox: tuple[DropboxSettings, ...] = ()
     api: ApiSettings = ApiSettings()  # type: ignore[call-arg]
+    tenant: tuple[TenantSettings, ...] = ()
+    cluster: ClusterSettings = ClusterSettings()  # type: ignore[call-arg]
     s3: S3Settings = S3Settings()  # type: ignore[call-arg]
 
     @property
@@ -207,6 +272,10 @@ class Settings(BaseSettings):
     @property
     def checkpoint_socket(self) -> Path:
         return _socket(self.home / "run/checkpoint.sock")
+
+    @property
+    def api_socket(self) -> Path:
+        return _socket(self.home / "run/api.sock")
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:

@@ -3,7 +3,12 @@
     ForebayError
     ├── InvalidRequest            what was asked for makes no sense
     │   ├── ConfigError           a setting is unknown or impossible
-    │   └── StateMismatch         a saved loader state does not fit this dataset
+    │   ├── StateMismatch         a saved loader state does not fit this dataset
+    │   ├── KeyReused             an idempotency key stood for another request
+    │   ├── TooLarge              a request larger than the API takes
+    │   └── UnsupportedEncoding   a request that is compressed
+    ├── Unauthorized              who asks is not known
+    │   └── Forbidden             who asks is known, and may not do this
     ├── NotFound
     │   ├── ObjectNotFound        the key is not in the store
     │   ├── BucketNotFound        the bucket or directory is not there
@@ -35,6 +40,8 @@
     │   ├── AlreadyRunning        another daemon owns this directory
     │   ├── ProtocolError         a message could not be understood
     │   ├── WaitTimeout           a wait reached its end
+    │   │   └── RequestTimeout    a request that took too long to come
+    │   ├── TooBusy               more requests than this service takes; come back later
     │   ├── WorkerLost            a loader's process, or the one that made its threads, is gone
     │   └── Cancelled             somebody called it off
     └── CheckpointError
@@ -81,6 +88,29 @@ class ConfigError(InvalidRequest):
 
 class StateMismatch(InvalidRequest):
     code, status = "state_mismatch", 409
+
+
+class KeyReused(InvalidRequest):
+    code, status = "key_reused", 422
+    default_hint = "take a new Idempotency-Key for a new request"
+
+
+class TooLarge(InvalidRequest):
+    code, status = "too_large", 413
+
+
+class UnsupportedEncoding(InvalidRequest):
+    code, status = "unsupported_encoding", 415
+
+
+class Unauthorized(ForebayError):
+    code, status = "unauthorized", 401
+    default_hint = "send `Authorization: Bearer TOKEN`; `forebay token create` makes one"
+
+
+class Forbidden(Unauthorized):
+    code, status = "forbidden", 403
+    default_hint = "ask for a token with that scope"
 
 
 class NotFound(ForebayError):
@@ -223,6 +253,15 @@ class ProtocolError(DaemonError):
 
 class WaitTimeout(DaemonError):
     code, status = "wait_timeout", 504
+
+
+class RequestTimeout(WaitTimeout):
+    code, status = "request_timeout", 408
+
+
+class TooBusy(DaemonError):
+    code, status = "too_busy", 429
+    default_hint = "wait as long as Retry-After says"
 
 
 class WorkerLost(DaemonError):

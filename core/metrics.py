@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 STAGER = CollectorRegistry()
 CHECKPOINT = CollectorRegistry()
+API = CollectorRegistry()
 
 stager_fetched_bytes = Counter(
     "forebay_stager_fetched_bytes", "Bytes brought into the hot tier", ["tier"], registry=STAGER
@@ -84,6 +85,11 @@ checkpoint_unchanged = Counter(
 checkpoint_pending = Gauge(
     "forebay_checkpoint_pending_count", "Attempts absorbed and not yet committed", registry=CHECKPOINT
 )
+
+api_requests = Counter(
+    "forebay_api_requests", "Requests by method and status", ["method", "status"], registry=API
+)
+api_seconds = Histogram("forebay_api_seconds", "Time from a request to the end of its reply", registry=API)
 
 
 def render(registry: CollectorRegistry) -> str:

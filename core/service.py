@@ -16,7 +16,9 @@ from pathlib import Path
 import anyio
 import structlog
 
+from forebay.core import recent
 from forebay.core.errors import AlreadyRunning, ForebayError
+from forebay.core.redact import redact_all
 
 log = structlog.get_logger()
 
@@ -36,11 +38,19 @@ def configure_logging() -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
+            _without_secrets,
+            recent.keep,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
     )
+
+
+def _without_secrets(
+    logger: object, method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    return {key: redact_all(value) for key, value in event.items()}
 
 
 @contextmanager

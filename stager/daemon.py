@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import anyio
 import structlog
@@ -12,6 +11,7 @@ from forebay.core import channel
 from forebay.core.config import Settings
 from forebay.core.journal import Journal
 from forebay.core.protocol import DiskStatus, SourceStatus, StagerStatus
+from forebay.core.redact import redacted
 from forebay.core.service import notify, own_directories
 from forebay.stager.catalog import Catalog
 from forebay.stager.claims import IndexClaims
@@ -19,8 +19,10 @@ from forebay.stager.hot import HotTier
 from forebay.stager.indices import Indices
 from forebay.stager.jobbook import JobBook
 from forebay.stager.jobs import StageJobs
+from forebay.stager.once import OnceBook
 from forebay.stager.pins import Pins
 from forebay.stager.plan import PlanBook
+from forebay.stager.ranks import RankBoard
 from forebay.stager.registry import Registry
 from forebay.stager.scheduler import Scheduler
 from forebay.stager.schema import MIGRATIONS
@@ -63,7 +65,8 @@ class Stagerd:
                     indices = Indices(registry, self.sources.warm)
                     stager = Stager(
                         registry, self.hot, plans, pins, self.scheduler, self.sources, self.gate, jobs,
-                        IndexClaims(registry, indices), indices, self.status,
+                        IndexClaims(registry, indices), indices, OnceBook(journal), RankBoard(settings.node),
+                        self.status,
                     )  # fmt: skip
                     tasks.start_soon(self.scheduler.run)
                     tasks.start_soon(Upkeep(self.hot, catalog, self.scheduler).run)
@@ -106,10 +109,10 @@ class Stagerd:
         ]
         return StagerStatus(
             pid=os.getpid(),
-            node=socket.gethostname(),
+            node=self.settings.node,
             disks=disks,
             sources=sources,
-            warm=self.settings.warm.url,
+            warm=self.settings.warm.url and redacted(self.settings.warm.url),
             capacity_bytes=self.hot.capacity_bytes,
             held_bytes=self.hot.held_bytes,
             leased_bytes=self.hot.leased_bytes,

@@ -232,9 +232,13 @@ class HotTier:
         for coming in self._coming.values():
             coming.pop(shard.id, None)
 
+    def may_go(self, object_id: str) -> bool:
+        """Neither in use nor pinned."""
+        return object_id not in self._leases and not self._pins.holds(object_id)
+
     def evict(self, object_id: str) -> bool:
         """On request; False for what is in use or pinned."""
-        if object_id in self._leases or self._pins.holds(object_id):
+        if not self.may_go(object_id):
             return False
         if found := self._held(object_id):
             found[0].evict(found[1])

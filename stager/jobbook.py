@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import msgspec
 
 from forebay.core.errors import NotFound
 from forebay.core.journal import Journal
 from forebay.core.protocol import StageJob
 
-_LISTED = 1000
+_PAGE = 256
 
 
 class JobBook:
@@ -28,7 +31,14 @@ class JobBook:
             raise NotFound(f"there is no stage job {job_id!r}")
         return msgspec.msgpack.decode(row["job"], type=StageJob)
 
-    def all(self) -> list[StageJob]:
-        """The newest, newest first."""
-        rows = self._journal.rows(f"SELECT job FROM jobs ORDER BY started_at DESC LIMIT {_LISTED}")
-        return [msgspec.msgpack.decode(row["job"], type=StageJob) for row in rows]
+    def newest(self, before: tuple[float, str] | None = None) -> Iterator[StageJob]:
+        """Newest first, from after the one that began and is called so."""
+        started_at, job_id = before or (math.inf, "")
+        while rows := self._journal.rows(
+            "SELECT job FROM jobs WHERE (started_at, id) < (?, ?) ORDER BY started_at DESC, id DESC LIMIT ?",
+            started_at, job_id, _PAGE,
+        ):  # fmt: skip
+            for row in rows:
+                job = msgspec.msgpack.decode(row["job"], type=StageJob)
+                started_at, job_id = job.started_at, job.id
+                yield job

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from anyio.abc import TaskGroup
 
 from forebay.core.errors import ForebayError, InvalidRequest, NotFound, TierFull, WorkingSetTooLarge
-from forebay.core.protocol import Dataset, Stage, StageJob
+from forebay.core.protocol import Dataset, ListJobs, Stage, StageJob
 from forebay.core.units import format_bytes
 from forebay.stager.bulk import BulkStream
 from forebay.stager.disk import allocated
@@ -32,6 +32,8 @@ _SHARDS_AT_ONCE = 32
 # How often a waiting client hears of progress.
 _PACE_S = 0.1
 _RATE_OVER_S = 5.0
+# Versions of a job's next life lie above those of the one before, whose last ones were never written down.
+_LIFE = 1 << 32
 
 
 class StageJobs:
@@ -96,6 +98,7 @@ class StageJobs:
             failed={},
             version=0,
             started_at=now,
+            tenant=dataset.tenant,
         )
         self._book.put(job)
         self._begin(job, manifest, numbers)
@@ -120,7 +123,7 @@ class StageJobs:
 
     def resume(self) -> None:
         """Jobs that were running when the daemon died go on."""
-        for job in self._book.all():
+        for job in list(self._book.newest()):
             if job.state == "running":
                 self._begin_again(job)
 
@@ -140,7 +143,8 @@ class StageJobs:
             lost = msgspec.structs.replace(job, state="failed", failed={job.dataset: str(err)})
             self._book.put(lost)
             return lost
-        fresh = msgspec.structs.replace(job, shards_done=0, bytes_done=0, failed={}, version=job.version + 1)
+        version = (job.version // _LIFE + 1) * _LIFE
+        fresh = msgspec.structs.replace(job, shards_done=0, bytes_done=0, failed={}, version=version)
         self._book.put(fresh)
         self._begin(fresh, manifest, numbers)
         return fresh
@@ -158,8 +162,10 @@ class StageJobs:
         board = self._running.get(job_id)
         return board.job if board else self._book.get(job_id)
 
-    def all(self) -> list[StageJob]:
-        return [self.find(job.id) for job in self._book.all()]
+    def page(self, wanted: ListJobs) -> list[StageJob]:
+        """Newest first."""
+        found = (self.find(job.id) for job in self._book.newest(wanted.before))
+        return list(itertools.islice((job for job in found if _fits(job, wanted)), wanted.limit))
 
     async def wait(self, job_id: str, version: int, timeout_s: float) -> StageJob:
         """The job at its end, or soon after it is newer than `version`, or after the time."""
@@ -230,6 +236,15 @@ class StageJobs:
                 await turns.acquire_on_behalf_of(shard.id)
                 board.taken(shard)
                 tasks.start_soon(one, shard)
+
+
+def _fits(job: StageJob, wanted: ListJobs) -> bool:
+    return (
+        wanted.state in (None, job.state)
+        and wanted.dataset in (None, job.dataset, job.dataset_id)
+        and wanted.owner in (None, job.owner)
+        and wanted.tenant in (None, job.tenant)
+    )
 
 
 class _Board:

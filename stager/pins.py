@@ -73,7 +73,15 @@ class Pins:
 
     def all(self) -> list[Pin]:
         self._expire()
-        return [live.pin for live in self._live.values()]
+        return [
+            msgspec.structs.replace(live.pin, tenant=self._tenant(live.pin)) for live in self._live.values()
+        ]
+
+    def _tenant(self, pin: Pin) -> str:
+        try:
+            return self._registry.find(pin.dataset_id).tenant
+        except NotFound:
+            return ""
 
     def holds(self, object_id: str) -> bool:
         self._expire()

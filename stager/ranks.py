@@ -1,9 +1,11 @@
-"""What the ranks on this node tell of themselves, each second: for /metrics, while they live."""
+"""What the ranks on this node tell of themselves, each second, while they live."""
 
 from __future__ import annotations
 
+import time
+
 from forebay.core import metrics
-from forebay.core.protocol import RankState
+from forebay.core.protocol import Rank, RankState
 
 _GAUGES = {
     "step": metrics.rank_step,
@@ -16,20 +18,25 @@ _GAUGES = {
 }
 
 
-class RankGauges:
-    """Of one session. Several loaders of a rank (training, validation) differ in their dataset."""
+class RankBoard:
+    """Of all sessions. Several loaders of a rank (training, validation) differ in their dataset."""
 
-    def __init__(self) -> None:
-        self._labels: set[tuple[str, str]] = set()
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._told: dict[tuple[int, int, str], Rank] = {}
 
-    def told(self, state: RankState, dataset: str) -> None:
-        labels = str(state.rank), dataset
-        self._labels.add(labels)
+    def told(self, session: int, state: RankState, dataset: str, tenant: str) -> None:
+        self._told[session, state.rank, dataset] = Rank(self._node, dataset, tenant, time.time(), state)
         for field, gauge in _GAUGES.items():
-            gauge.labels(*labels).set(float(getattr(state, field)))
+            gauge.labels(str(state.rank), dataset).set(float(getattr(state, field)))
 
-    def gone(self) -> None:
-        for labels in self._labels:
+    def gone(self, session: int) -> None:
+        for of_session, rank, dataset in [key for key in self._told if key[0] == session]:
+            del self._told[of_session, rank, dataset]
+            if any(key[1:] == (rank, dataset) for key in self._told):
+                continue
             for gauge in _GAUGES.values():
-                gauge.remove(*labels)
-        self._labels.clear()
+                gauge.remove(str(rank), dataset)
+
+    def all(self) -> list[Rank]:
+        return sorted(self._told.values(), key=lambda rank: (rank.dataset, rank.state.rank))

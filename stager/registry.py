@@ -50,13 +50,14 @@ class Registry:
             )  # fmt: skip
         return self.find(dataset_id)
 
-    def find(self, id_or_name: str) -> Dataset:
-        """By id, or the newest listing under that name."""
-        if known := self._by_id.get(id_or_name):
+    def find(self, id_or_name: str, tenant: str | None = None) -> Dataset:
+        """By id, or the newest listing under that name, of a tenant if one is given."""
+        if tenant is None and (known := self._by_id.get(id_or_name)):
             return known[0]
         row = self._journal.row(
-            f"SELECT {_COLUMNS} FROM datasets WHERE id=? OR name=? ORDER BY registered_at DESC, rowid DESC",
-            id_or_name, id_or_name,
+            f"SELECT {_COLUMNS} FROM datasets WHERE (id=? OR name=?) AND (? IS NULL OR tenant=?)"
+            " ORDER BY registered_at DESC, rowid DESC",
+            id_or_name, id_or_name, tenant, tenant,
         )  # fmt: skip
         if row is None:
             raise DatasetNotFound(f"no dataset {id_or_name!r} is registered on this node")

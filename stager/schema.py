@@ -44,4 +44,8 @@ MIGRATIONS = (
         object_id TEXT NOT NULL, cut TEXT NOT NULL, samples INTEGER NOT NULL,
         PRIMARY KEY (object_id, cut)) WITHOUT ROWID;
     """,
+    """
+    CREATE INDEX jobs_by_start ON jobs (started_at, id);
+    CREATE TABLE once (key TEXT PRIMARY KEY, digest BLOB NOT NULL, reply BLOB NOT NULL, at REAL NOT NULL);
+    """,
 )

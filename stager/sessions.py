@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from forebay.core import metrics
+from forebay.core import metrics, recent
 from forebay.core.channel import Handler, Reply
 from forebay.core.errors import IntegrityError, ProtocolError, WorkingSetTooLarge
 from forebay.core.protocol import (
@@ -33,6 +33,7 @@ from forebay.core.protocol import (
     DropPin,
     Evict,
     Evicted,
+    FindDataset,
     GetCounts,
     GetMetrics,
     GetStatus,
@@ -42,14 +43,20 @@ from forebay.core.protocol import (
     ListDatasets,
     ListJobs,
     ListPins,
+    ListProblems,
+    ListRanks,
+    ListShards,
     Message,
     MetricsText,
     NeedShard,
+    Once,
     OpenDataset,
     OpenPlan,
     Pace,
     PinReply,
+    Problems,
     PublishIndex,
+    Ranks,
     Register,
     ReleaseShard,
     RetryJob,
@@ -68,12 +75,14 @@ from forebay.stager.indices import Indices
 from forebay.stager.jobs import StageJobs
 from forebay.stager.listing import list_shards
 from forebay.stager.manifest import Shard, freeze
+from forebay.stager.once import OnceBook
 from forebay.stager.pins import Pins
 from forebay.stager.plan import Plan, PlanBook
-from forebay.stager.ranks import RankGauges
+from forebay.stager.ranks import RankBoard
 from forebay.stager.registry import Registry
 from forebay.stager.scheduler import Scheduler
 from forebay.stager.selection import select
+from forebay.stager.shards import shard_page
 from forebay.stager.sources import Sources
 from forebay.tiers.budget import Class, Gate, Ticket
 from forebay.tiers.flow import Open
@@ -99,6 +108,8 @@ class Stager:
     jobs: StageJobs
     claims: IndexClaims
     indices: Indices
+    once: OnceBook
+    ranks: RankBoard
     status: Callable[[int], StagerStatus]
     live: int = 0
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -138,10 +149,10 @@ class Session:
         self._stager = stager
         self._number = number
         self._leases: Counter[str] = Counter()
-        self._rank = RankGauges()
         self._handlers: dict[type[Message], Callable[[Any], Awaitable[Reply]]] = {
             Register: self._register,
             OpenDataset: self._open_dataset,
+            FindDataset: self._find_dataset,
             ListDatasets: self._list_datasets,
             OpenPlan: self._open_plan,
             Advance: self._advance,
@@ -162,6 +173,10 @@ class Session:
             Evict: self._evict,
             TakeBandwidth: self._take_bandwidth,
             GetStatus: self._get_status,
+            ListShards: self._list_shards,
+            ListRanks: self._list_ranks,
+            ListProblems: self._list_problems,
+            Once: self._once,
             GetMetrics: self._get_metrics,
         }
 
@@ -179,7 +194,7 @@ class Session:
         self._leases.clear()
         self._stager.plans.drop(self._number)
         self._stager.claims.drop(self._number)
-        self._rank.gone()
+        self._stager.ranks.gone(self._number)
         self._stager.scheduler.poke()
 
     # Datasets
@@ -193,6 +208,11 @@ class Session:
     def _dataset_reply(self, dataset: Dataset) -> Reply:
         manifest = self._stager.registry.manifest(dataset.id)
         return DatasetReply(dataset), [os.open(manifest.path, os.O_RDONLY | os.O_CLOEXEC)]
+
+    async def _find_dataset(self, request: FindDataset) -> Reply:
+        return DatasetReply(
+            self._stager.with_progress(self._stager.registry.find(request.name, request.tenant))
+        ), ()
 
     async def _list_datasets(self, request: ListDatasets) -> Reply:
         return Datasets([self._stager.with_progress(d) for d in self._stager.registry.all()]), ()
@@ -226,7 +246,7 @@ class Session:
         if plan is None:
             return Runway(0, True), ()
         if request.state:
-            self._rank.told(request.state, plan.manifest.url)
+            self._stager.ranks.told(self._number, request.state, plan.manifest.url, plan.tenant)
         if plan.keep_bytes != request.keep_bytes:
             plan.keep_bytes = request.keep_bytes
             plan.cursor = plan.position
@@ -310,7 +330,7 @@ class Session:
         return JobReply(self._stager.jobs.retry(request.job_id)), ()
 
     async def _list_jobs(self, request: ListJobs) -> Reply:
-        return Jobs(self._stager.jobs.all()), ()
+        return Jobs(self._stager.jobs.page(request)), ()
 
     async def _add_pin(self, request: AddPin) -> Reply:
         dataset = self._stager.registry.find(request.dataset_id)
@@ -329,6 +349,9 @@ class Session:
         manifest = self._stager.registry.manifest(dataset.id)
         ids = [manifest.shard(int(n)).id for n in select(manifest, request.selection)]
         staged = [object_id for object_id in ids if object_id in self._stager.hot]
+        if request.dry_run:
+            gone = sum(self._stager.hot.may_go(object_id) for object_id in staged)
+            return Evicted(gone, len(staged) - gone), ()
         gone = sum(self._stager.hot.evict(object_id) for object_id in staged)
         for disk in self._stager.hot.disks:
             await disk.clear()
@@ -348,6 +371,19 @@ class Session:
 
     async def _get_status(self, request: GetStatus) -> Reply:
         return self._stager.status(self._stager.live), ()
+
+    async def _list_shards(self, request: ListShards) -> Reply:
+        dataset = self._stager.registry.find(request.dataset_id)
+        return shard_page(request, self._stager.registry.manifest(dataset.id), self._stager.hot), ()
+
+    async def _list_ranks(self, request: ListRanks) -> Reply:
+        return Ranks(self._stager.ranks.all()), ()
+
+    async def _list_problems(self, request: ListProblems) -> Reply:
+        return Problems(recent.newest()), ()
+
+    async def _once(self, request: Once) -> Reply:
+        return await self._stager.once.once(request, lambda inner: self.handle(inner, []))
 
     async def _get_metrics(self, request: GetMetrics) -> Reply:
         return MetricsText(metrics.render(metrics.STAGER)), ()

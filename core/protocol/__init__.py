@@ -15,6 +15,7 @@ import msgspec
 
 from forebay.core.errors import ProtocolError
 from forebay.core.protocol.checkpoints import *
+from forebay.core.protocol.faces import *
 from forebay.core.protocol.message import *
 from forebay.core.protocol.message import VERSION as VERSION
 from forebay.core.protocol.message import Message as Message

@@ -210,6 +210,18 @@ class Prune(Message, tag="prune", frozen=True):
     dry_run: bool = False
 
 
+class RemoveCheckpoint(Message, tag="remove_checkpoint", frozen=True):
+    """One step of a run, from one tier -> Checkpoints: what went, or would go.
+
+    Raises NoCheckpoint; InvalidRequest for the newest, a pinned one, or one that is being read.
+    """
+
+    run: str
+    upstream: str | None
+    step: int
+    dry_run: bool = False
+
+
 class PinCheckpoint(Message, tag="pin_checkpoint", frozen=True):
     """Retention leaves it alone, on every tier, until it is unpinned -> Done. Raises NoCheckpoint."""
 

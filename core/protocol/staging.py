@@ -51,6 +51,13 @@ class DatasetReply(Message, tag="dataset", frozen=True):
     dataset: Dataset
 
 
+class FindDataset(Message, tag="find_dataset", frozen=True):
+    """-> DatasetReply without a manifest, with what is staged: of an id, or the newest of a name."""
+
+    name: str
+    tenant: str | None = None
+
+
 class ListDatasets(Message, tag="list_datasets", frozen=True):
     """-> Datasets."""
 
@@ -177,6 +184,7 @@ class StageJob(msgspec.Struct, frozen=True):
     ended_at: float | None = None
     rate_bps: float = 0.0
     eta_s: float | None = None
+    tenant: str = ""
 
 
 class Stage(Message, tag="stage", frozen=True):
@@ -217,7 +225,14 @@ class JobReply(Message, tag="job", frozen=True):
 
 
 class ListJobs(Message, tag="list_jobs", frozen=True):
-    """-> Jobs."""
+    """Those that fit, newest first -> Jobs. `before`: start and id of the last job of the page before."""
+
+    limit: int = 1000
+    before: tuple[float, str] | None = None
+    state: JobState | None = None
+    dataset: str | None = None
+    owner: str | None = None
+    tenant: str | None = None
 
 
 class Jobs(Message, tag="jobs", frozen=True):
@@ -234,6 +249,7 @@ class Pin(msgspec.Struct, frozen=True):
     dataset_id: str
     made_at: float
     expires_at: float | None
+    tenant: str = ""
 
 
 class AddPin(Message, tag="add_pin", frozen=True):
@@ -264,10 +280,14 @@ class Pins(Message, tag="pins", frozen=True):
 
 
 class Evict(Message, tag="evict", frozen=True):
-    """Give up what is staged of a dataset, but for what is in use or pinned -> Evicted."""
+    """Give up what is staged of a dataset, but for what is in use or pinned -> Evicted.
+
+    `dry_run`: only say what would go.
+    """
 
     dataset_id: str
     selection: Selection = Selection()
+    dry_run: bool = False
 
 
 class Evicted(Message, tag="evicted", frozen=True):

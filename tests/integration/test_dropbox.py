@@ -49,7 +49,7 @@ class Watched:
 
     def fetch(self, into: Path, *arguments: str) -> dict[str, bytes]:
         forebay = Path(sys.executable).with_name("forebay")
-        command = [str(forebay), "checkpoints", "fetch", "job", str(into), "--upstream", str(self.up)]
+        command = [str(forebay), "checkpoints", "restore", "job", str(into), "--upstream", str(self.up)]
         subprocess.run([*command, *arguments], check=True, timeout=60, capture_output=True)
         return tree(into)
 

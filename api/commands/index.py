@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from forebay.api import render
-from forebay.api.staging import AsJson
+from forebay.api.commands import render
+from forebay.api.commands.staging import AsJson
 
 
 def index(

@@ -10,31 +10,14 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
-from forebay.api import render
-from forebay.api.app import find_dataset, register_dataset
-from forebay.core.channel import ask
-from forebay.core.config import Settings
-from forebay.core.errors import DaemonUnavailable
-from forebay.core.protocol import (
-    CheckpointStatus,
-    Dataset,
-    Datasets,
-    GetStatus,
-    JobReply,
-    ListDatasets,
-    Register,
-    Selection,
-    Stage,
-    StageJob,
-    StagerStatus,
-    Target,
-    WaitJob,
-)
+from forebay.api.client import Client, calls
+from forebay.api.commands import render
+from forebay.core.protocol import CheckpointStatus, Dataset, StageJob, StagerStatus, Target
 from forebay.core.units import format_bytes
 
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_POLL_S = 10.0
 _TARGETS: tuple[Target, ...] = ("hot", "warm")
 
 
@@ -60,23 +43,24 @@ def stage(
     json: AsJson = False,
 ) -> None:
     """Bring a dataset, or a part of it, into this node's hot tier."""
-    settings = Settings.load()
     target = next((known for known in _TARGETS if known == tier), None)
     if target is None:
         raise typer.BadParameter(f"{tier!r} is not one of {', '.join(_TARGETS)}")
-    dataset = _dataset(settings, url, format, name, tenant)
-    request = Stage(
-        dataset.id,
-        Selection(glob, keys.read_text().split() if keys else None, sample),
-        target,
-        priority,
-        within,
-        pin,
-        owner=owner or getpass.getuser(),
-    )
-    job = ask(settings.stager_socket, request, expect=JobReply).job
-    if wait:
-        job = follow(settings, job)
+    with Client() as client:
+        dataset = _dataset(client, url, format, name, tenant)
+        job = client.stage(
+            dataset.id,
+            glob=glob,
+            keys=keys.read_text().split() if keys else None,
+            sample=sample,
+            tier=target,
+            priority=priority,
+            deadline_s=within,
+            pin=pin,
+            owner=owner or getpass.getuser(),
+        )
+        if wait:
+            job = follow(client, job)
     render.print_json(job) if json else print_job(job)
     if ended_badly(job):
         raise typer.Exit(1)
@@ -93,13 +77,15 @@ def ended_badly(job: StageJob) -> bool:
     return job.state in ("partial", "failed", "cancelled")
 
 
-def _dataset(settings: Settings, url: str, format: str, name: str | None, tenant: str) -> Dataset:
+def _dataset(client: Client, url: str, format: str, name: str | None, tenant: str) -> Dataset:
     if "/" in url:
-        return register_dataset(settings, Register(url, format, name, tenant=tenant), "cli")
-    return find_dataset(settings, url, "cli")
+        # A path is this shell's, whatever folder the daemon runs in.
+        place = url if "://" in url else str(Path(url).expanduser().absolute())
+        return client.register(place, format=format, name=name, tenant=tenant or None)
+    return client.dataset(url)
 
 
-def follow(settings: Settings, job: StageJob) -> StageJob:
+def follow(client: Client, job: StageJob) -> StageJob:
     """A progress bar on stderr until it ends."""
     columns = (
         TextColumn("{task.description}"),
@@ -110,17 +96,13 @@ def follow(settings: Settings, job: StageJob) -> StageJob:
     )
     with Progress(*columns, console=render.err, transient=True) as progress:
         task = progress.add_task(job.dataset, total=job.bytes_total)
-        while job.state == "running":
-            request = WaitJob(job.id, job.version, _POLL_S)
-            job = ask(settings.stager_socket, request, expect=JobReply, timeout_s=_POLL_S + 30).job
-            progress.update(task, completed=job.bytes_done)
-    return job
+        return client.wait(job, lambda now: progress.update(task, completed=now.bytes_done))
 
 
 def ls(json: AsJson = False) -> None:
     """The datasets that this node knows, and how much of each is staged."""
-    settings = Settings.load()
-    datasets = ask(settings.stager_socket, ListDatasets(), expect=Datasets).datasets
+    with Client() as client:
+        datasets = list(client.all(calls.datasets(limit=1000)))
     if json:
         render.print_json(datasets)
         return
@@ -139,25 +121,15 @@ def ls(json: AsJson = False) -> None:
 
 def status(json: AsJson = False) -> None:
     """What the daemons of this node are doing. Exit status 1 when one is not running."""
-    settings = Settings.load()
-    stager: StagerStatus | None = None
-    checkpoint: CheckpointStatus | None = None
-    problems = []
-    try:
-        stager = ask(settings.stager_socket, GetStatus(), expect=StagerStatus)
-    except DaemonUnavailable as err:
-        problems.append(str(err))
-    try:
-        checkpoint = ask(settings.checkpoint_socket, GetStatus(), expect=CheckpointStatus)
-    except DaemonUnavailable as err:
-        problems.append(str(err))
+    with Client() as client:
+        node = client.node()
     if json:
-        render.print_json({"stager": stager, "checkpoint": checkpoint})
+        render.print_json({"stager": node.stager, "checkpoint": node.checkpoint})
     else:
-        _print_status(stager, checkpoint)
-    for problem in problems:
-        render.err.print(problem, style="red")
-    if problems:
+        _print_status(node.stager, node.checkpoint)
+    for problem in node.problems.values():
+        render.err.print(f"{problem.detail} ({problem.hint})", style="red")
+    if node.problems:
         raise typer.Exit(1)
 
 

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import itertools
+from typing import Annotated, get_args
 
 import typer
 
-from forebay.api import render
-from forebay.api.staging import AsJson, ended_badly, follow, print_job
-from forebay.core.channel import ask
-from forebay.core.config import Settings
-from forebay.core.protocol import CancelJob, JobReply, Jobs, ListJobs, RetryJob, StageJob, WaitJob
+from forebay.api.client import Client, calls
+from forebay.api.commands import render
+from forebay.api.commands.staging import AsJson, ended_badly, follow, print_job
+from forebay.core.errors import InvalidRequest
+from forebay.core.protocol import JobState, StageJob
 from forebay.core.units import format_bytes
 
 app = typer.Typer(help="Stage jobs: ls, show, wait, cancel, retry.", no_args_is_help=True)
+_STATES: tuple[JobState, ...] = get_args(JobState)
 JobId = Annotated[str, typer.Argument(help="Id of the job, as `forebay stage` printed it.")]
 
 
 @app.command("ls")
-def ls(json: AsJson = False) -> None:
-    """All jobs, newest first."""
-    jobs = ask(Settings.load().stager_socket, ListJobs(), expect=Jobs).jobs
+def ls(
+    state: Annotated[
+        str | None, typer.Option(help="Only running, done, partial, failed or cancelled ones.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 1000,
+    json: AsJson = False,
+) -> None:
+    """Jobs, newest first."""
+    wanted = next((known for known in _STATES if known == state), None)
+    if state and not wanted:
+        raise InvalidRequest(f"no job is {state!r}", hint=", ".join(_STATES))
+    with Client() as client:
+        call = calls.jobs(state=wanted, limit=min(limit, 1000))
+        jobs = list(itertools.islice(client.all(call), limit))
     if json:
         render.print_json(jobs)
         return
@@ -35,27 +48,30 @@ def ls(json: AsJson = False) -> None:
 @app.command("show")
 def show(job: JobId, json: AsJson = False) -> None:
     """One job, with what failed and why."""
-    _end(ask(Settings.load().stager_socket, WaitJob(job), expect=JobReply).job, json)
+    with Client() as client:
+        _end(client.job(job), json)
 
 
 @app.command("wait")
 def wait(job: JobId, json: AsJson = False) -> None:
     """Progress until it ends. Exit status 1 unless everything is there."""
-    settings = Settings.load()
-    _end(follow(settings, ask(settings.stager_socket, WaitJob(job), expect=JobReply).job), json)
+    with Client() as client:
+        _end(follow(client, client.job(job)), json)
 
 
 @app.command("cancel")
 def cancel(job: JobId, json: AsJson = False) -> None:
     """Call a job off. What it brought stays until its room is needed."""
-    found = ask(Settings.load().stager_socket, CancelJob(job), expect=JobReply).job
+    with Client() as client:
+        found = client.cancel(job)
     render.print_json(found) if json else print_job(found)
 
 
 @app.command("retry")
 def retry(job: JobId, json: AsJson = False) -> None:
     """Try the shards that failed again."""
-    _end(ask(Settings.load().stager_socket, RetryJob(job), expect=JobReply).job, json)
+    with Client() as client:
+        _end(client.retry(job), json)
 
 
 def _end(job: StageJob, json: bool) -> None:

@@ -7,23 +7,10 @@ from typing import Annotated
 
 import typer
 
-from forebay.api import render
-from forebay.api.app import find_dataset
-from forebay.api.staging import AsJson, Glob
-from forebay.core.channel import ask
-from forebay.core.config import Settings
+from forebay.api.client import Client, calls
+from forebay.api.commands import render
+from forebay.api.commands.staging import AsJson, DryRun, Glob
 from forebay.core.errors import InvalidRequest
-from forebay.core.protocol import (
-    AddPin,
-    Done,
-    DropPin,
-    Evict,
-    Evicted,
-    ListPins,
-    PinReply,
-    Pins,
-    Selection,
-)
 
 
 def pin(
@@ -35,21 +22,20 @@ def pin(
     json: AsJson = False,
 ) -> None:
     """Keep what is or will be staged of a dataset, whatever else wants the room."""
-    settings = Settings.load()
-    if list_ or dataset is None:
-        if dataset is None and not list_:
-            raise InvalidRequest("name a dataset, or use --list")
-        _list(settings, json)
+    if list_:
+        _list(json)
         return
-    found = find_dataset(settings, dataset, "cli")
+    if dataset is None:
+        raise InvalidRequest("name a dataset, or use --list")
     ttl_s = None if hours is None else hours * 3600
-    request = AddPin(found.id, owner or getpass.getuser(), Selection(glob=glob), ttl_s)
-    made = ask(settings.stager_socket, request, expect=PinReply).pin
+    with Client() as client:
+        made = client.pin(dataset, owner=owner or getpass.getuser(), glob=glob, ttl_s=ttl_s)
     render.print_json(made) if json else render.out.print(f"{dataset} is pinned: {made.id}")
 
 
-def _list(settings: Settings, json: bool) -> None:
-    pins = ask(settings.stager_socket, ListPins(), expect=Pins).pins
+def _list(json: bool) -> None:
+    with Client() as client:
+        pins = list(client.all(calls.pins(limit=1000)))
     if json:
         render.print_json(pins)
         return
@@ -60,21 +46,27 @@ def _list(settings: Settings, json: bool) -> None:
     render.print_table(("PIN", "OWNER", "DATASET", "ENDS"), rows)
 
 
-def unpin(pin_id: Annotated[str, typer.Argument(help="As `forebay pin` printed it.")]) -> None:
+def unpin(
+    pin_id: Annotated[str, typer.Argument(help="As `forebay pin` printed it.")], json: AsJson = False
+) -> None:
     """Let pinned shards be evicted again."""
-    ask(Settings.load().stager_socket, DropPin(pin_id), expect=Done)
+    with Client() as client:
+        client.unpin(pin_id)
+    if json:
+        render.print_json({"unpinned": pin_id})
 
 
 def evict(
     dataset: Annotated[str, typer.Argument(help="Name or id of a dataset.")],
     glob: Glob = None,
+    dry_run: DryRun = False,
     json: AsJson = False,
 ) -> None:
     """Give up what is staged of a dataset, but for what is in use or pinned."""
-    settings = Settings.load()
-    request = Evict(find_dataset(settings, dataset, "cli").id, Selection(glob=glob))
-    gone = ask(settings.stager_socket, request, expect=Evicted)
+    with Client() as client:
+        gone = client.evict(dataset, glob=glob, dry_run=dry_run)
     if json:
         render.print_json(gone)
     else:
-        render.out.print(f"{gone.shards} shards given up, {gone.kept} kept (in use or pinned)")
+        what = "would be given up" if dry_run else "given up"
+        render.out.print(f"{gone.shards} shards {what}, {gone.kept} kept (in use or pinned)")

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from forebay.api import render
-from forebay.api.staging import AsJson
+from forebay.api.client import Client
+from forebay.api.commands import render
+from forebay.api.commands.staging import AsJson, DryRun
 from forebay.core.channel import Channel, ask
 from forebay.core.config import Settings
 from forebay.core.errors import InvalidRequest
@@ -18,15 +19,12 @@ from forebay.core.protocol import (
     Checkpoint,
     CheckpointOpened,
     Checkpoints,
-    Done,
     FileReady,
     Flush,
     Flushed,
     Keep,
-    ListCheckpoints,
     OpenCheckpoint,
     OpenFile,
-    PinCheckpoint,
     Prune,
     VerifyCheckpoints,
 )
@@ -57,9 +55,8 @@ def list_(
     json: AsJson = False,
 ) -> None:
     """Committed checkpoints, newest first."""
-    request = ListCheckpoints(run, upstream)
-    found = ask(Settings.load().checkpoint_socket, request, expect=Checkpoints, timeout_s=_READ_S)
-    _print(found.checkpoints, json)
+    with Client() as client:
+        _print(client.checkpoints(run, upstream=upstream).items, json)
 
 
 @app.command()
@@ -80,7 +77,7 @@ def verify(
 
 
 @app.command()
-def where(
+def show(
     run: Annotated[str, typer.Argument(help="The run.")],
     step: Annotated[int | None, typer.Option(help="This step; the newest if not given.")] = None,
     upstream: Upstream = None,
@@ -100,11 +97,12 @@ def where(
 
 
 @app.command()
-def fetch(
+def restore(
     run: Annotated[str, typer.Argument(help="The run.")],
     into: Annotated[Path, typer.Argument(help="A folder; made if it is not there.")],
     step: Annotated[int | None, typer.Option(help="This step; the newest if not given.")] = None,
     upstream: Upstream = None,
+    json: AsJson = False,
 ) -> None:
     """The files of a checkpoint, verified, under the names they had in a watched folder."""
     socket = Settings.load().checkpoint_socket
@@ -123,7 +121,29 @@ def fetch(
             with open(fd, "rb") as source, partial.open("wb") as copy:
                 shutil.copyfileobj(source, copy, 16 << 20)
             partial.rename(target)
-    render.out.print(f"{run} step {at.step}: {len(targets)} files in {into}")
+    if json:
+        render.print_json(
+            {"run": run, "step": at.step, "files": [str(target) for target in targets.values()]}
+        )
+    else:
+        render.out.print(f"{run} step {at.step}: {len(targets)} files in {into}")
+
+
+@app.command()
+def rm(
+    run: Annotated[str, typer.Argument(help="The run.")],
+    step: Annotated[int, typer.Argument(help="The step.")],
+    upstream: Upstream = None,
+    dry_run: DryRun = False,
+    json: AsJson = False,
+) -> None:
+    """Remove one step, upstream when --upstream is given, else from the spool of this node.
+
+    Never the newest, a pinned one, or one that is being read.
+    """
+    with Client() as client:
+        gone = client.remove(run, step, upstream=upstream, dry_run=dry_run).items
+    _print_gone(gone, dry_run, json)
 
 
 @app.command()
@@ -136,7 +156,7 @@ def prune(
     metric: Annotated[str, typer.Option(help="Name of a metric given to `save`.")] = "",
     highest: Annotated[bool, typer.Option(help="The best have the highest metric, not the lowest.")] = False,
     age: Annotated[Duration | None, typer.Option(parser=Duration, help="Keep younger ones: 12h, 7d.")] = None,
-    dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
+    dry_run: DryRun = False,
     json: AsJson = False,
 ) -> None:
     """Remove checkpoints that no rule keeps; never the newest, nor a pinned one.
@@ -148,9 +168,7 @@ def prune(
     keep = Keep(last, every, best, metric, "max" if highest else "min", age.seconds if age else None)
     request = Prune(run, upstream, keep, dry_run)
     gone = ask(Settings.load().checkpoint_socket, request, expect=Checkpoints, timeout_s=_READ_S).checkpoints
-    if not json:
-        render.out.print(f"{len(gone)} {'would go' if dry_run else 'removed'}")
-    _print(gone, json)
+    _print_gone(gone, dry_run, json)
 
 
 @app.command()
@@ -158,9 +176,13 @@ def pin(
     run: Annotated[str, typer.Argument(help="The run.")],
     step: Annotated[int, typer.Argument(help="The step.")],
     upstream: Upstream = None,
+    json: AsJson = False,
 ) -> None:
     """Retention leaves this checkpoint alone."""
-    ask(Settings.load().checkpoint_socket, PinCheckpoint(run, upstream, step), expect=Done)
+    with Client() as client:
+        client.pin_checkpoint(run, step, upstream=upstream)
+    if json:
+        render.print_json({"run": run, "step": step, "pinned": True})
 
 
 @app.command()
@@ -168,9 +190,13 @@ def unpin(
     run: Annotated[str, typer.Argument(help="The run.")],
     step: Annotated[int, typer.Argument(help="The step.")],
     upstream: Upstream = None,
+    json: AsJson = False,
 ) -> None:
     """Retention may take it again."""
-    ask(Settings.load().checkpoint_socket, PinCheckpoint(run, upstream, step, pinned=False), expect=Done)
+    with Client() as client:
+        client.unpin_checkpoint(run, step, upstream=upstream)
+    if json:
+        render.print_json({"run": run, "step": step, "pinned": False})
 
 
 @app.command()
@@ -195,6 +221,12 @@ def flush(
         render.print_table(("RUN", "STEP", "RANK", "SIZE", "LEVEL", "PROBLEM"), rows)
     if any(a.error or LEVELS.index(a.level) < LEVELS.index(level) for a in flushed):
         raise typer.Exit(1)
+
+
+def _print_gone(gone: list[Checkpoint], dry_run: bool, json: bool) -> None:
+    if not json:
+        render.out.print(f"{len(gone)} {'would go' if dry_run else 'removed'}")
+    _print(gone, json)
 
 
 def _print(found: list[Checkpoint], json: bool) -> None:

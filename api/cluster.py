@@ -1,0 +1,165 @@
+"""The nodes of a cluster, as a gateway knows them, and one question asked of them all.
+
+Which nodes there are is looked up each time: they come and go. No node waits for another.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import anyio
+import msgspec
+import structlog
+from anyio import to_thread
+
+from forebay.api.client.client import AsyncClient
+from forebay.core.config import ClusterSettings, Settings
+from forebay.core.errors import ConfigError, DaemonUnavailable, ForebayError, WaitTimeout
+from forebay.core.redact import redacted
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+_AT_ONCE = 64
+_KEYS = "forebay/nodes/"
+_ANNOUNCED_MS = 15_000
+_AGAIN_S = 5.0
+
+
+class Answer(msgspec.Struct, Generic[T], frozen=True):
+    """Of one node: what it said, or why it did not."""
+
+    url: str
+    value: T | None
+    error: ForebayError | None
+
+
+class Cluster:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings.cluster
+        self._clients: dict[str, AsyncClient] = {}
+
+    @property
+    def configured(self) -> bool:
+        return bool(self._settings.nodes or self._settings.dns or self._settings.redis)
+
+    async def urls(self) -> list[str]:
+        """In order, each once. Raises DaemonUnavailable when the directory does not answer."""
+        found = [url.rstrip("/") for url in self._settings.nodes]
+        if self._settings.dns:
+            found += await to_thread.run_sync(_by_dns, self._settings.dns)
+        if self._settings.redis:
+            found += await _by_redis(self._settings.redis)
+        return sorted(set(found))
+
+    async def each(self, ask: Callable[[AsyncClient], Awaitable[T]], urls: list[str]) -> list[Answer[T]]:
+        """All of them at once, each within cluster.timeout_s; in the order of `urls`."""
+        limit = anyio.CapacityLimiter(_AT_ONCE)
+        found: dict[str, Answer[T]] = {}
+
+        async def one(url: str) -> None:
+            async with limit:
+                found[url] = await self._one(ask, url)
+
+        async with anyio.create_task_group() as tasks:
+            for url in urls:
+                tasks.start_soon(one, url)
+        return [found[url] for url in urls]
+
+    async def _one(self, ask: Callable[[AsyncClient], Awaitable[T]], url: str) -> Answer[T]:
+        try:
+            with anyio.fail_after(self._settings.timeout_s):
+                return Answer(url, await ask(self._client(url)), None)
+        except TimeoutError:
+            return Answer(
+                url, None, WaitTimeout(f"{url} did not answer within {self._settings.timeout_s:g} s")
+            )
+        except ForebayError as err:
+            return Answer(url, None, err)
+
+    def _client(self, url: str) -> AsyncClient:
+        if url not in self._clients:
+            self._clients[url] = AsyncClient(
+                url, token=_token(self._settings), ca_file=self._settings.ca_file
+            )
+        return self._clients[url]
+
+    async def announce(self, node: str) -> None:
+        """In Redis, until cancelled; a node that falls silent is gone from there within seconds."""
+        if not (self._settings.redis and self._settings.url):
+            return
+        server = _redis(self._settings.redis)
+        told = True
+        while True:
+            try:
+                await server.set(f"{_KEYS}{node}", self._settings.url, px=_ANNOUNCED_MS)
+                told = True
+            except OSError as err:
+                if told:
+                    log.warning("this node is not announced", error=redacted(str(err)))
+                told = False
+            await anyio.sleep(_AGAIN_S)
+
+    async def aclose(self) -> None:
+        for client in self._clients.values():
+            await client.aclose()
+
+
+def _token(settings: ClusterSettings) -> str | None:
+    if settings.token_file is None:
+        return None
+    try:
+        return settings.token_file.read_text().strip()
+    except OSError as err:
+        raise ConfigError(f"cluster.token_file {settings.token_file}: {err.strerror}") from err
+
+
+def _by_dns(url: str) -> list[str]:
+    """`http://forebay.svc:8370`: one URL for each address of the name (a headless service)."""
+    parts = urlsplit(url)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 8370, type=socket.SOCK_STREAM)
+    except OSError as err:
+        raise DaemonUnavailable(
+            f"cluster.dns {url}: {err}", hint="does the name resolve on this node?"
+        ) from err
+    hosts = [str(entry[4][0]) for entry in found]
+    port = parts.port or 8370
+    return [
+        urlunsplit((parts.scheme, f"[{h}]:{port}" if ":" in h else f"{h}:{port}", "", "", "")) for h in hosts
+    ]
+
+
+async def _by_redis(url: str) -> list[str]:
+    server = _redis(url)
+    try:
+        keys = [key async for key in server.scan_iter(match=f"{_KEYS}*")]
+        values = await server.mget(keys) if keys else []
+    except OSError as err:
+        raise DaemonUnavailable(f"cluster.redis does not answer: {redacted(str(err))}", hint="") from err
+    finally:
+        with suppress(OSError):
+            await server.aclose()
+    return [value.decode().rstrip("/") for value in values if value]
+
+
+def _redis(url: str) -> Any:
+    """Its errors become OSError, the kind that everything else over a network has."""
+    try:
+        from redis import asyncio as redis
+        from redis.exceptions import RedisError
+    except ImportError as err:
+        raise ConfigError("cluster.redis needs the extra `forebay[redis]`") from err
+
+    class Server(redis.Redis):  # type: ignore[misc, unused-ignore]
+        async def execute_command(self, *args: Any, **options: Any) -> Any:
+            try:
+                return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call, unused-ignore]
+            except RedisError as err:
+                raise OSError(str(err)) from err
+
+    return Server.from_url(url, socket_timeout=5, socket_connect_timeout=5)

@@ -1,0 +1,1 @@
+"""What a person types: one module per group of commands."""

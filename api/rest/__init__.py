@@ -1,0 +1,1 @@
+"""REST under /v1 (DESIGN, section 7)."""
