@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import entry_points, version
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from forebay.api.commands import checkpoints, index, jobs, pins, render, staging
+from forebay.api.client import URL_VARIABLE
+from forebay.api.commands import checkpoints, config, doctor, index, jobs, pins, render, staging, tokens, top
 from forebay.core import service
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError, root_cause
@@ -17,12 +19,11 @@ app = typer.Typer(
     help="Forebay: datasets to every rank, checkpoints to safety.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
-config = typer.Typer(help="The settings of this node.", no_args_is_help=True)
 app.add_typer(checkpoints.app, name="checkpoints")
-app.add_typer(config, name="config")
+app.add_typer(config.app, name="config")
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(tokens.app, name="token")
 app.command()(staging.stage)
 app.command()(index.index)
 app.command()(pins.pin)
@@ -30,10 +31,26 @@ app.command()(pins.unpin)
 app.command()(pins.evict)
 app.command()(staging.ls)
 app.command()(staging.status)
+app.command()(top.top)
+app.command()(doctor.doctor)
+app.command("nccl-topo")(doctor.nccl_topo)
 
 
 @app.callback(invoke_without_command=True)
-def root(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def root(
+    show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the trace of an error.")] = False,
+    api: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask the API at this URL, not the daemons of this node.",
+            envvar=URL_VARIABLE,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    if api:
+        os.environ[URL_VARIABLE] = api
     if show:
         render.out.print(version("forebay"))
         raise typer.Exit
@@ -74,30 +91,6 @@ def up() -> None:
     service.run("forebay-up", main)
 
 
-@config.command("show")
-def config_show(json: staging.AsJson = False) -> None:
-    """Every setting with its value."""
-    values = Settings.load().model_dump(mode="json")
-    if json:
-        render.print_json(values)
-        return
-    rows: list[tuple[str, Any]] = []
-    for section, value in values.items():
-        if isinstance(value, dict):
-            rows += [(f"{section}.{key}", item) for key, item in value.items()]
-        else:
-            rows.append((section, value))
-    render.print_table(("SETTING", "VALUE"), rows)
-
-
-@config.command("check")
-def config_check() -> None:
-    """Exit status 1 and the reason when a setting is unknown or impossible."""
-    settings = Settings.load()
-    _ = settings.stager_socket, settings.checkpoint_socket
-    render.out.print("ok")
-
-
 def _add_plugins() -> None:
     """Commands of packages above this one (bench, demo) join by entry point, loaded when called."""
     for found in entry_points(group="forebay.commands"):
@@ -109,16 +102,24 @@ def _add_plugins() -> None:
 
 
 def main() -> None:
-    if len(sys.argv) > 1 and sys.argv[1] in ("bench", "demo", "--help"):
+    # A shell that completes a line says so in the environment.
+    if "_FOREBAY_COMPLETE" in os.environ or {"bench", "demo", "--help"} & set(sys.argv[1:]):
         _add_plugins()
     try:
-        app()
-    except (ForebayError, BaseExceptionGroup) as err:
-        cause = root_cause(err)
-        if not isinstance(cause, ForebayError):
+        app(prog_name="forebay")
+    except (Exception, BaseExceptionGroup) as err:
+        if "--debug" in sys.argv:
             raise
-        render.err.print(f"forebay: {cause}", style="red", markup=False)
+        render.err.print(_line(root_cause(err)), style="red", markup=False)
         raise SystemExit(1) from None
+
+
+def _line(cause: BaseException) -> str:
+    """What went wrong and what to do, in one line."""
+    if isinstance(cause, ForebayError):
+        return f"forebay: {cause}"
+    what = " ".join(str(cause).split())
+    return f"forebay: {type(cause).__name__}: {what} (a fault of Forebay: `forebay --debug ...` shows where)"
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ class Stager:
     ranks: RankBoard
     status: Callable[[int], StagerStatus]
     live: int = 0
+    read_bytes: int = 0
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _listing: dict[str, anyio.Lock] = field(default_factory=dict)
 
@@ -236,7 +237,9 @@ class Session:
 
     async def _advance(self, request: Advance) -> Reply:
         if plan := self._stager.plans.of(self._number):
-            for number in plan.advance(request.position):
+            passed = plan.advance(request.position)
+            self._stager.read_bytes += int(plan.manifest.sizes_bytes[passed].sum()) if passed else 0
+            for number in passed:
                 self._stager.hot.used(plan.manifest.shard(number).id)
             self._stager.scheduler.poke()
         return Done(), ()
@@ -370,7 +373,8 @@ class Session:
     # State
 
     async def _get_status(self, request: GetStatus) -> Reply:
-        return self._stager.status(self._stager.live), ()
+        status = self._stager.status(self._stager.live)
+        return msgspec.structs.replace(status, read_bytes=self._stager.read_bytes), ()
 
     async def _list_shards(self, request: ListShards) -> Reply:
         dataset = self._stager.registry.find(request.dataset_id)

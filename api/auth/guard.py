@@ -9,6 +9,7 @@ from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.api.auth.oidc import Oidc
@@ -19,8 +20,8 @@ from forebay.core.config import Settings
 from forebay.core.errors import Forbidden, ForebayError, Unauthorized
 
 COOKIE = "forebay_token"
-_KEY = "forebay.principal"
-_OPEN = ("/healthz", "/readyz", "/login")
+_KEY, _GUARD = "forebay.principal", "forebay.guard"
+_OPEN = ("/healthz", "/readyz", "/login", "/logout")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -46,10 +47,17 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope[_GUARD] = self
         try:
             scope[_KEY] = await self._who(scope)
         except ForebayError as err:
-            await problem(err)(scope, receive, send)
+            # A person is shown where to say who they are.
+            door = (
+                RedirectResponse("/login", 303)
+                if scope["path"] == "/" and err.status == 401
+                else problem(err)
+            )
+            await door(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -61,20 +69,24 @@ class Guard:
         if host.startswith("unix:"):
             return self._of_peer(host)
         self._check_browser(scope["method"], headers)
+        if scope["path"] in _OPEN or scope["path"].startswith("/static/"):
+            # Whatever they hold: an old cookie must not shut the door to a new one.
+            return Principal("anonymous", frozenset())
         if text := _bearer(headers) or _cookie(headers):
-            return await self._of_token(text, self._tokens)
+            return await self.of_token(text)
         if host.startswith("cert:"):
             return self._of_certificate(host.removeprefix("cert:"))
-        if scope["path"] in _OPEN or scope["path"].startswith("/static/"):
-            return Principal("anonymous", frozenset())
         if self._alone and self._settings.api.anonymous:
             return ANONYMOUS
         raise Unauthorized("this needs a token")
 
-    async def _of_token(self, text: str, tokens: TokenBook) -> Principal:
+    async def of_token(self, text: str) -> Principal:
+        """Raises Unauthorized."""
         if self._oidc and not text.startswith("fb_"):
             return await self._oidc.check(text)
-        return tokens.check(text)
+        if self._tokens is None:
+            raise Unauthorized("no tokens are known here")
+        return self._tokens.check(text)
 
     def _of_peer(self, peer: str) -> Principal:
         """`unix:UID:GID` (SO_PEERCRED, unix(7)): the daemons' user may all, its group what is set."""

@@ -1,6 +1,6 @@
 """Bearer tokens of this node: 256 random bits each, of which only a digest is kept.
 
-A token reads `fb_<id>_<secret>`. With that much chance in it a plain SHA-256 is enough: no dictionary is there
+A token reads `fb_<id>_<secret>`. With so much chance in it a plain SHA-256 is enough: there is no dictionary
 to try (NIST SP 800-63B, 5.1.2.2, look-up secrets of at least 112 bits).
 """
 

@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import quote
 
-from forebay.api.rest.node import NodeJobs, NodeList, NodeState, RankList
-from forebay.api.rest.pages import Page
-from forebay.api.rest.runs import CheckpointDetails, CheckpointList, Save
-from forebay.api.rest.tiers import ProblemList, Tiers
+from forebay.api.resources import (
+    CheckpointDetails,
+    CheckpointList,
+    NodeJobs,
+    NodeList,
+    NodeState,
+    Overview,
+    Page,
+    ProblemList,
+    RankList,
+    Save,
+    Tiers,
+)
 from forebay.core.protocol import Dataset, Evicted, JobState, Level, Pin, ShardState, StageJob
 
 T = TypeVar("T")
@@ -161,6 +170,10 @@ def unpin(pin_id: str) -> Call[None]:
 
 def tiers() -> Call[Tiers]:
     return _get("/v1/tiers", Tiers)
+
+
+def overview() -> Call[Overview]:
+    return _get("/v1/overview", Overview)
 
 
 def lockstep(*, cluster: bool = False) -> Call[RankList]:

@@ -17,8 +17,7 @@ from tenacity import wait_exponential_jitter as growing_pause
 from forebay.api.client import calls
 from forebay.api.client.calls import Call
 from forebay.api.client.local import LocalTransport, local_asgi
-from forebay.api.rest.pages import Page
-from forebay.api.rest.problems import MEDIA_TYPE, ProblemDetails
+from forebay.api.resources import PROBLEM_TYPE, Page, ProblemDetails
 from forebay.core.config import Settings
 from forebay.core.errors import (
     DaemonUnavailable,
@@ -135,6 +134,7 @@ class Client:
     pin = _method(calls.pin)
     unpin = _method(calls.unpin)
     tiers = _method(calls.tiers)
+    overview = _method(calls.overview)
     lockstep = _method(calls.lockstep)
     node = _method(calls.node)
     nodes = _method(calls.nodes)
@@ -234,6 +234,7 @@ class AsyncClient:
     pin = _async_method(calls.pin)
     unpin = _async_method(calls.unpin)
     tiers = _async_method(calls.tiers)
+    overview = _async_method(calls.overview)
     lockstep = _async_method(calls.lockstep)
     node = _async_method(calls.node)
     nodes = _async_method(calls.nodes)
@@ -305,7 +306,7 @@ def _read(call: Call[T], response: httpx.Response) -> T:
 
 
 def _error(response: httpx.Response) -> ForebayError:
-    if response.headers.get("content-type", "").startswith(MEDIA_TYPE):
+    if response.headers.get("content-type", "").startswith(PROBLEM_TYPE):
         found = msgspec.json.decode(response.content, type=ProblemDetails)
         return from_code(found.title, found.detail, found.hint)
     return ProtocolError(f"{response.url} answered {response.status_code}: is a Forebay API there?")

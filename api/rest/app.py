@@ -11,21 +11,34 @@ from starlette.types import ASGIApp
 from forebay.api.auth.guard import Guard
 from forebay.api.auth.tokens import TokenBook
 from forebay.api.cluster import Cluster
-from forebay.api.rest import datasets, health, jobs, node, nodes, pins, runs, tiers
+from forebay.api.dashboard import pages
+from forebay.api.resources import (
+    CheckpointDetails,
+    CheckpointList,
+    NodeJobs,
+    NodeList,
+    NodeState,
+    Overview,
+    Page,
+    ProblemDetails,
+    ProblemList,
+    RankList,
+    Save,
+    Tiers,
+)
+from forebay.api.rest import datasets, health, jobs, nodes, overview, pins, runs, tiers
 from forebay.api.rest.audit import Audit
 from forebay.api.rest.daemons import Daemons
 from forebay.api.rest.events import Streams
 from forebay.api.rest.limits import Limits
-from forebay.api.rest.pages import Page
-from forebay.api.rest.problems import RESPONSES, ProblemDetails, add_handlers
+from forebay.api.rest.problems import RESPONSES, add_handlers
 from forebay.api.rest.replies import components
 from forebay.core.config import Settings
 from forebay.core.protocol import Dataset, Evicted, Pin, ShardState, StageJob
 
 _RESOURCES = (
-    ProblemDetails, Dataset, Page[Dataset], Page[ShardState], Page[StageJob], Page[Pin], Page[runs.Save],
-    Evicted, node.NodeState, node.NodeList, node.NodeJobs, node.RankList, tiers.Tiers, tiers.ProblemList,
-    runs.CheckpointList, runs.CheckpointDetails,
+    ProblemDetails, Dataset, Page[Dataset], Page[ShardState], Page[StageJob], Page[Pin], Page[Save], Evicted,
+    NodeState, NodeList, NodeJobs, RankList, Tiers, ProblemList, Overview, CheckpointList, CheckpointDetails,
 )  # fmt: skip
 
 
@@ -66,8 +79,11 @@ def _routes(daemons: Daemons, streams: Streams, cluster: Cluster) -> FastAPI:
         tiers.router(daemons),
         runs.router(daemons),
         nodes.router(daemons, cluster),
+        overview.router(daemons),
+        pages.router(daemons),
     ):
         app.include_router(part)
+    app.mount("/static", pages.static)
     _document(app)
     return app
 

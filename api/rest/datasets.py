@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from forebay.api.auth.sources import check_source
+from forebay.api.resources import Page
 from forebay.api.rest.daemons import Daemons
-from forebay.api.rest.pages import Cursor, Limit, Page, page_of, read_cursor, write_cursor
+from forebay.api.rest.pages import Cursor, Limit, page_of, read_cursor, write_cursor
 from forebay.api.rest.replies import answers, reply
 from forebay.api.rest.who import Admin, IdempotencyKey, Reader, Stager
 from forebay.core.errors import Forbidden

@@ -8,10 +8,11 @@ from fastapi import APIRouter, Header, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from forebay.api.resources import Page
 from forebay.api.rest.daemons import Daemons
 from forebay.api.rest.datasets import Glob, Text
 from forebay.api.rest.events import Streams
-from forebay.api.rest.pages import Cursor, Limit, Page, read_cursor, write_cursor
+from forebay.api.rest.pages import Cursor, Limit, read_cursor, write_cursor
 from forebay.api.rest.replies import answers, reply
 from forebay.api.rest.who import IdempotencyKey, Reader, Stager
 from forebay.core.protocol import (

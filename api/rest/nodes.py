@@ -14,11 +14,11 @@ from forebay.api.auth.principal import Principal
 from forebay.api.auth.sources import check_source, may_see_run
 from forebay.api.client import AsyncClient
 from forebay.api.cluster import Answer, Cluster
+from forebay.api.resources import NodeEntry, NodeJob, NodeJobs, NodeList, NodeState, ProblemDetails, RankList
 from forebay.api.rest.daemons import Daemons
 from forebay.api.rest.datasets import Name, Text
 from forebay.api.rest.jobs import NewStageJob
-from forebay.api.rest.node import NodeEntry, NodeJob, NodeJobs, NodeList, NodeState, RankList
-from forebay.api.rest.problems import ProblemDetails, details
+from forebay.api.rest.problems import details
 from forebay.api.rest.replies import answers, reply
 from forebay.api.rest.who import IdempotencyKey, Reader, Stager
 from forebay.core.errors import DatasetNotFound, ForebayError, InvalidRequest

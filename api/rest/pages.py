@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Query
 
+from forebay.api.resources import Page
 from forebay.core.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -20,13 +21,6 @@ Cursor = Annotated[
     str | None,
     Query(max_length=1024, description="`next_cursor` of the page before", pattern=r"^[A-Za-z0-9_-]+$"),
 ]
-
-
-class Page(msgspec.Struct, Generic[T], frozen=True):
-    """`next_cursor` is null on the last page. A page may hold fewer items than asked for."""
-
-    items: list[T]
-    next_cursor: str | None
 
 
 def read_cursor(cursor: str | None, kind: type[C]) -> C | None:

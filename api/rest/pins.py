@@ -9,10 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from forebay.api.auth.principal import Principal
+from forebay.api.resources import Page
 from forebay.api.rest.daemons import Daemons
 from forebay.api.rest.datasets import Glob, Text
 from forebay.api.rest.jobs import Seconds
-from forebay.api.rest.pages import Cursor, Limit, Page, page_of
+from forebay.api.rest.pages import Cursor, Limit, page_of
 from forebay.api.rest.replies import answers, reply
 from forebay.api.rest.who import IdempotencyKey, Reader, Stager
 from forebay.core.errors import NotFound

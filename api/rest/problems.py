@@ -11,24 +11,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from forebay.api.resources import PROBLEM_TYPE, ProblemDetails
 from forebay.core.errors import ForebayError
 from forebay.core.redact import redacted
 
 log = structlog.get_logger()
 
-MEDIA_TYPE = "application/problem+json"
 _TYPES = "urn:forebay:error:"
 _AGAIN_S = {429: "1", 503: "1"}
-
-
-class ProblemDetails(msgspec.Struct, frozen=True):
-    """`title` is the error's code: programs go by it. `hint`: what the caller can do."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    hint: str = ""
 
 
 def details(err: ForebayError) -> ProblemDetails:
@@ -44,7 +34,7 @@ def _details(status: int, code: str, detail: str, hint: str = "") -> ProblemDeta
 
 
 def _reply(body: ProblemDetails, headers: dict[str, str] | None = None) -> Response:
-    reply = Response(msgspec.json.encode(body), body.status, headers, MEDIA_TYPE)
+    reply = Response(msgspec.json.encode(body), body.status, headers, PROBLEM_TYPE)
     if body.status == 401:
         reply.headers["WWW-Authenticate"] = 'Bearer realm="forebay"'
     if again_s := _AGAIN_S.get(body.status):
@@ -81,6 +71,6 @@ def add_handlers(app: FastAPI) -> None:
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "default": {
         "description": "Problem details (RFC 9457)",
-        "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}},
+        "content": {PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}},
     }
 }

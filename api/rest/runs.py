@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from forebay.api.auth.principal import Principal
 from forebay.api.auth.sources import check_source, may_see_run
+from forebay.api.resources import CheckpointDetails, CheckpointList, Page, Save
 from forebay.api.rest.daemons import Daemons
-from forebay.api.rest.pages import Cursor, Limit, Page, page_of
+from forebay.api.rest.pages import Cursor, Limit, page_of
 from forebay.api.rest.replies import answers, reply
 from forebay.api.rest.who import Admin, Reader, Stager
 from forebay.core.errors import NoCheckpoint
 from forebay.core.protocol import (
-    AttemptStatus,
     Checkpoint,
-    CheckpointFile,
     CheckpointOpened,
     Checkpoints,
     CheckpointStatus,
@@ -37,44 +35,6 @@ _READ_S = 3600.0
 Run = Annotated[str, Path(max_length=255)]
 Step = Annotated[int, Path(ge=0, lt=1 << 63)]
 Upstream = Annotated[str | None, Query(max_length=2048, description="URL that the run saves to")]
-
-
-class Save(msgspec.Struct, frozen=True):
-    """How far one rank's part of a save has come. Times are seconds since the epoch."""
-
-    run: str
-    step: int
-    attempt: str
-    rank: int
-    level: Level
-    size_bytes: int
-    error: str | None
-    absorbed_at: float
-    local_at: float | None
-    replicated_at: float | None
-    durable_at: float | None
-    committed_at: float | None
-
-    @classmethod
-    def of(cls, a: AttemptStatus) -> Save:
-        return cls(
-            a.run, a.step, a.attempt, a.rank, a.level, a.size_bytes, a.error, a.absorbed_at, a.local_at,
-            a.replicated_at, a.durable_at, a.committed_at,
-        )  # fmt: skip
-
-
-class CheckpointDetails(msgspec.Struct, frozen=True):
-    """What a restore on this node would take, and which tiers have each file, the nearest first."""
-
-    checkpoint: Checkpoint
-    files: list[CheckpointFile]
-    skipped: list[str]
-
-
-class CheckpointList(msgspec.Struct, frozen=True):
-    """Newest first."""
-
-    items: list[Checkpoint]
 
 
 def router(daemons: Daemons) -> APIRouter:

@@ -320,6 +320,8 @@ class SourceStatus(msgspec.Struct, frozen=True):
 
 
 class StagerStatus(Message, tag="stager_status", frozen=True):
+    """Bytes fetched, and read by loaders as their plans pass them, count since the daemon began."""
+
     pid: int
     node: str
     disks: list[DiskStatus]
@@ -336,3 +338,4 @@ class StagerStatus(Message, tag="stager_status", frozen=True):
     fetched_warm_bytes: int
     evictions: int
     overflow_bytes: int
+    read_bytes: int = 0

@@ -1,0 +1,76 @@
+"""/v1/overview: what the dashboard and `forebay top` show, in one answer."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from forebay.api.auth.principal import Principal
+from forebay.api.auth.sources import may_see_run
+from forebay.api.resources import DaemonProblem, Overview, ProblemDetails, Save, Tiers
+from forebay.api.rest.daemons import Daemons
+from forebay.api.rest.problems import details
+from forebay.api.rest.replies import answers, reply
+from forebay.api.rest.tiers import recent_problems
+from forebay.api.rest.who import Reader
+from forebay.core.errors import DaemonUnavailable, ForebayError
+from forebay.core.protocol import Jobs, ListJobs, ListRanks, Rank, Ranks, StageJob
+
+_JOBS = 12
+_SAVES = 16
+_PROBLEMS = 12
+
+
+async def overview(daemons: Daemons, who: Principal) -> Overview:
+    """Whatever is away leaves its part out, and is named."""
+    stager, checkpoint = await daemons.states()
+    jobs: list[StageJob] = []
+    ranks: list[Rank] = []
+    away: dict[str, ProblemDetails] = {}
+    tiers, saves = None, []
+    if isinstance(stager, ForebayError):
+        away["stagerd"] = details(stager)
+    else:
+        tiers = Tiers.of(stager)
+        try:
+            jobs, ranks = await _jobs(daemons, who), await _ranks(daemons, who)
+        except DaemonUnavailable as err:
+            away["stagerd"] = details(err)
+    if isinstance(checkpoint, ForebayError):
+        away["checkpointd"] = details(checkpoint)
+    else:
+        seen = [a for a in checkpoint.attempts if may_see_run(a.run, who, daemons.settings)]
+        saves = [Save.of(a) for a in sorted(seen, key=lambda a: a.absorbed_at, reverse=True)[:_SAVES]]
+    problems: list[DaemonProblem] = await recent_problems(daemons) if who.tenant is None else []
+    return Overview(
+        time.time(), daemons.settings.node, version("forebay"), tiers, jobs, ranks, saves,
+        problems[:_PROBLEMS], away,
+    )  # fmt: skip
+
+
+async def _jobs(daemons: Daemons, who: Principal) -> list[StageJob]:
+    async def asked(state: str | None) -> list[StageJob]:
+        wanted = ListJobs(_JOBS, state="running" if state else None, tenant=who.tenant)
+        return (await daemons.stager.ask(wanted, Jobs)).jobs
+
+    running = await asked("running")
+    ids = {job.id for job in running}
+    return [*running, *(job for job in await asked(None) if job.id not in ids)][:_JOBS]
+
+
+async def _ranks(daemons: Daemons, who: Principal) -> list[Rank]:
+    found = (await daemons.stager.ask(ListRanks(), Ranks)).ranks
+    return [rank for rank in found if who.sees(rank.tenant)]
+
+
+def router(daemons: Daemons) -> APIRouter:
+    routes = APIRouter(tags=["node"])
+
+    @routes.get("/v1/overview", **answers(Overview, "All that matters on this node now"))
+    async def show(request: Request, who: Reader) -> Response:
+        return reply(request, await overview(daemons, who))
+
+    return routes
