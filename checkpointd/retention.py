@@ -16,7 +16,7 @@ from forebay.checkpointd import layout
 from forebay.checkpointd.attempts import Attempts
 from forebay.checkpointd.commit import Found, find_commits
 from forebay.checkpointd.spool import Spool
-from forebay.core.errors import InvalidRequest, NoCheckpoint
+from forebay.core.errors import NoCheckpoint, WrongState
 from forebay.core.protocol import Keep
 from forebay.tiers.store import Store
 
@@ -88,7 +88,7 @@ async def leaving(store: Store, run: str, keep: Keep, read: Set[tuple[int, str]]
 async def removable(store: Store, run: str, step: int, read: Set[tuple[int, str]]) -> list[Found]:
     """All attempts of a step, if each of them may go.
 
-    Raises NoCheckpoint, or InvalidRequest for the newest whole one (C5), a pinned one, one being read.
+    Raises NoCheckpoint, or WrongState for the newest whole one (C5), a pinned one, one being read.
     """
     commits = await find_commits(store, run)
     found = [at for at in commits if at.step == step]
@@ -97,11 +97,11 @@ async def removable(store: Store, run: str, step: int, read: Set[tuple[int, str]
     newest = next((at for at in commits if not at.problem), None)
     for at in found:
         if at is newest:
-            raise InvalidRequest(f"step {step} is the newest checkpoint of {run}, which always stays")
+            raise WrongState(f"step {step} is the newest checkpoint of {run}, which always stays")
         if at.pinned:
-            raise InvalidRequest(f"step {step} of {run} is pinned", hint="unpin it first")
+            raise WrongState(f"step {step} of {run} is pinned", hint="unpin it first")
         if (at.step, at.attempt) in read:
-            raise InvalidRequest(f"step {step} of {run} is being read", hint="try again later")
+            raise WrongState(f"step {step} of {run} is being read", hint="try again later")
     return found
 
 

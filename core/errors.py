@@ -4,6 +4,7 @@
     ├── InvalidRequest            what was asked for makes no sense
     │   ├── ConfigError           a setting is unknown or impossible
     │   ├── StateMismatch         a saved loader state does not fit this dataset
+    │   ├── WrongState            what is asked for does not fit how things are now
     │   ├── KeyReused             an idempotency key stood for another request
     │   ├── TooLarge              a request larger than the API takes
     │   └── UnsupportedEncoding   a request that is compressed
@@ -88,6 +89,10 @@ class ConfigError(InvalidRequest):
 
 class StateMismatch(InvalidRequest):
     code, status = "state_mismatch", 409
+
+
+class WrongState(InvalidRequest):
+    code, status = "wrong_state", 409
 
 
 class KeyReused(InvalidRequest):

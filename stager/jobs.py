@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from anyio.abc import TaskGroup
 
-from forebay.core.errors import ForebayError, InvalidRequest, NotFound, TierFull, WorkingSetTooLarge
+from forebay.core.errors import (
+    ForebayError,
+    InvalidRequest,
+    NotFound,
+    TierFull,
+    WorkingSetTooLarge,
+    WrongState,
+)
 from forebay.core.protocol import Dataset, ListJobs, Stage, StageJob
 from forebay.core.units import format_bytes
 from forebay.stager.bulk import BulkStream
@@ -128,10 +135,10 @@ class StageJobs:
                 self._begin_again(job)
 
     def retry(self, job_id: str) -> StageJob:
-        """Raises InvalidRequest while it runs, or when nothing failed."""
+        """Raises WrongState while it runs, or when nothing failed."""
         job = self.find(job_id)
         if job.state == "running" or not job.failed:
-            raise InvalidRequest(f"job {job_id} is {job.state} with {len(job.failed)} failures")
+            raise WrongState(f"job {job_id} is {job.state} with {len(job.failed)} failures")
         return self._begin_again(msgspec.structs.replace(job, state="running", ended_at=None))
 
     def _begin_again(self, job: StageJob) -> StageJob:

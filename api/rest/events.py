@@ -33,7 +33,7 @@ class Streams:
     RESPONSES: ClassVar[dict[int | str, dict[str, Any]]] = {
         200: {
             "description": "Events `progress`, at last `end`, with the job; `problem` when it cannot go on",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": {"text/event-stream": {"schema": {}}},
         }
     }
 

@@ -60,12 +60,34 @@ def add_handlers(app: FastAPI) -> None:
     async def http(request: Request, err: HTTPException) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}.get(err.status_code, "invalid_request")
         what = f"{request.method} {request.url.path}: {err.detail}"
-        return _reply(_details(err.status_code, code, what), dict(err.headers or {}))
+        headers = dict(err.headers or {})
+        if err.status_code == 405:
+            headers["Allow"] = ", ".join(_methods(app, request))
+        return _reply(_details(err.status_code, code, what), headers)
 
     @app.exception_handler(Exception)
     async def fault(request: Request, err: Exception) -> Response:
         log.error("request failed", path=request.url.path, error=repr(err), exc_info=err)
         return _reply(_details(500, "error", "this is a fault of Forebay; its log has the trace"))
+
+
+def _methods(app: FastAPI, request: Request) -> list[str]:
+    """Of every route at that path: the router itself tells those of the first one only."""
+    paths = app.openapi()["paths"]
+    wanted = request.url.path.split("/")
+    found = {
+        method.upper()
+        for path, methods in paths.items()
+        for method in methods
+        if _fits(path.split("/"), wanted)
+    }
+    return sorted(found)
+
+
+def _fits(template: list[str], path: list[str]) -> bool:
+    return len(template) == len(path) and all(
+        part == given or part.startswith("{") for part, given in zip(template, path, strict=True)
+    )
 
 
 RESPONSES: dict[int | str, dict[str, Any]] = {

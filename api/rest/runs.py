@@ -32,7 +32,8 @@ from forebay.core.protocol import (
 
 _READ_S = 3600.0
 
-Run = Annotated[str, Path(max_length=255)]
+# As checkpointd.layout has it.
+Run = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Step = Annotated[int, Path(ge=0, lt=1 << 63)]
 Upstream = Annotated[str | None, Query(max_length=2048, description="URL that the run saves to")]
 

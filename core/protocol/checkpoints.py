@@ -213,7 +213,7 @@ class Prune(Message, tag="prune", frozen=True):
 class RemoveCheckpoint(Message, tag="remove_checkpoint", frozen=True):
     """One step of a run, from one tier -> Checkpoints: what went, or would go.
 
-    Raises NoCheckpoint; InvalidRequest for the newest, a pinned one, or one that is being read.
+    Raises NoCheckpoint; WrongState for the newest, a pinned one, or one that is being read.
     """
 
     run: str
