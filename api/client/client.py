@@ -264,7 +264,7 @@ _PASSING = (DaemonUnavailable, TooBusy)
 
 
 def _pause(state: RetryCallState) -> float:
-    return growing_pause(initial=0.1, max=2.0)(state)
+    return growing_pause(multiplier=0.1, max=2.0)(state)
 
 
 def _place(url: str | None) -> str | None:
