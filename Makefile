@@ -4,7 +4,7 @@ VIEW := build/view/forebay
 BENCHES := checkpoint loader lockstep staging eviction stager
 PACKAGES := core tiers stager checkpointd loaders api benchmarks
 
-.PHONY: setup demo test lint types bench faults clean
+.PHONY: setup browser demo test lint types bench faults clean
 
 setup: .venv/.ready
 
@@ -22,8 +22,13 @@ $(VIEW): .venv/.ready
 demo: setup
 	.venv/bin/forebay demo
 
+# For the tests of the dashboard, which are left out where it cannot be had.
+browser:
+	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium) \
+		|| echo 'no chromium: the dashboard is not tested in a browser'
+
 # Each test has ports and folders of its own, each worker an S3 server.
-test: setup
+test: setup browser
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not alone"
 	$(PY) -m pytest -m alone
 

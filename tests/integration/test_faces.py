@@ -139,7 +139,7 @@ def test_rest_errors_are_problem_details(up: Up):
             (api.get("/v1/stage-jobs/none"), 404, "not_found"),
             (api.post("/v1/datasets", json={"url": "s3://no-such-bucket/x"}), 404, "bucket_not_found"),
             (api.post("/v1/datasets", json={"uri": "s3://b"}), 422, "invalid_request"),
-            (api.get("/v1/runs/..evil/checkpoints"), 400, "invalid_request"),
+            (api.get("/v1/runs/..evil/checkpoints"), 422, "invalid_request"),
         ]:
             body = reply.json()
             assert (reply.status_code, body["title"], body["status"]) == (status, code, status), body
