@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import anyio
@@ -17,6 +16,7 @@ import structlog
 from anyio import to_thread
 
 from forebay.api.client.client import AsyncClient
+from forebay.core import redis
 from forebay.core.config import ClusterSettings, Settings
 from forebay.core.errors import ConfigError, DaemonUnavailable, ForebayError, WaitTimeout
 from forebay.core.redact import redacted
@@ -92,15 +92,16 @@ class Cluster:
         """In Redis, until cancelled; a node that falls silent is gone from there within seconds."""
         if not (self._settings.redis and self._settings.url):
             return
-        server = _redis(self._settings.redis)
+        server = redis.connect(self._settings.redis, "cluster.redis")
         told = True
         while True:
             try:
-                await server.set(f"{_KEYS}{node}", self._settings.url, px=_ANNOUNCED_MS)
+                with redis.as_os_errors():
+                    await server.set(f"{_KEYS}{node}", self._settings.url, px=_ANNOUNCED_MS)
                 told = True
             except OSError as err:
                 if told:
-                    log.warning("this node is not announced", error=redacted(str(err)))
+                    log.warning("this node is not announced", error=str(err))
                 told = False
             await anyio.sleep(_AGAIN_S)
 
@@ -135,31 +136,11 @@ def _by_dns(url: str) -> list[str]:
 
 
 async def _by_redis(url: str) -> list[str]:
-    server = _redis(url)
     try:
-        keys = [key async for key in server.scan_iter(match=f"{_KEYS}*")]
-        values = await server.mget(keys) if keys else []
+        with redis.as_os_errors():
+            async with redis.connect(url, "cluster.redis") as server:
+                keys = [key async for key in server.scan_iter(match=f"{_KEYS}*")]
+                values = await server.mget(keys) if keys else []
     except OSError as err:
         raise DaemonUnavailable(f"cluster.redis does not answer: {redacted(str(err))}", hint="") from err
-    finally:
-        with suppress(OSError):
-            await server.aclose()
     return [value.decode().rstrip("/") for value in values if value]
-
-
-def _redis(url: str) -> Any:
-    """Its errors become OSError, the kind that everything else over a network has."""
-    try:
-        from redis import asyncio as redis
-        from redis.exceptions import RedisError
-    except ImportError as err:
-        raise ConfigError("cluster.redis needs the extra `forebay[redis]`") from err
-
-    class Server(redis.Redis):  # type: ignore[misc, unused-ignore]
-        async def execute_command(self, *args: Any, **options: Any) -> Any:
-            try:
-                return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call, unused-ignore]
-            except RedisError as err:
-                raise OSError(str(err)) from err
-
-    return Server.from_url(url, socket_timeout=5, socket_connect_timeout=5)

@@ -112,10 +112,7 @@ class Save(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, a: AttemptStatus) -> Save:
-        return cls(
-            a.run, a.step, a.attempt, a.rank, a.level, a.size_bytes, a.error, a.absorbed_at, a.local_at,
-            a.replicated_at, a.durable_at, a.committed_at,
-        )  # fmt: skip
+        return msgspec.convert(a, cls, from_attributes=True)
 
 
 class CheckpointDetails(msgspec.Struct, frozen=True):

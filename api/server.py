@@ -8,7 +8,7 @@ import ipaddress
 import os
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import anyio
@@ -104,13 +104,13 @@ class ApiServer:
 class _Ready:
     """Says so when all have begun."""
 
-    def __init__(self, count: int, announce: object) -> None:
+    def __init__(self, count: int, announce: Callable[[], None]) -> None:
         self._left = count
         self._announce = announce
 
     def one(self) -> None:
         self._left -= 1
-        if not self._left and callable(self._announce):
+        if not self._left:
             self._announce()
 
 

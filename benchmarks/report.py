@@ -12,6 +12,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from forebay.api.doctor.disks import mount_of
+
 
 class Case(msgspec.Struct):
     case: str
@@ -67,15 +69,5 @@ def _print_case(case: Case) -> None:
 
 def _host() -> Host:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Host(os.cpu_count() or 1, memory_bytes, platform.release(), _file_system(Path.cwd()))
-
-
-def _file_system(path: Path) -> str:
-    """The type of the mount that `path` is on (proc(5), mountinfo)."""
-    best, kind = "", "unknown"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, rest = line.partition(" - ")
-        mount = fields.split()[4]
-        if len(mount) >= len(best) and (path == Path(mount) or Path(mount) in path.parents):
-            best, kind = mount, rest.split()[0]
-    return kind
+    mount = mount_of(Path("/proc/self/mountinfo").read_text(), Path.cwd())
+    return Host(os.cpu_count() or 1, memory_bytes, platform.release(), mount.kind if mount else "unknown")

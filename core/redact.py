@@ -8,18 +8,22 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_USERINFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@'\"]+@")
-_QUERY = re.compile(r"(?i)([?&;](?:[\w-]*(?:signature|token|secret|password|credential|key)|sig)=)[^&\s'\"]+")
-_BEARER = re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]+")
-_OWN = re.compile(r"\bfb_[0-9a-f]{12}_[\w-]+")
+_RULES = (
+    (re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@'\"]+@"), r"\1***@"),
+    (
+        re.compile(r"(?i)([?&;](?:[\w-]*(?:signature|token|secret|password|credential|key)|sig)=)[^&\s'\"]+"),
+        r"\1***",
+    ),
+    (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]+"), r"\1***"),
+    (re.compile(r"\bfb_[0-9a-f]{12}_[\w-]+"), "fb_***"),
+)
 
 
 def redacted(text: str) -> str:
     """The same text with `***` for what nobody should read."""
-    for pattern in (_USERINFO, _QUERY, _BEARER):
-        replacement = r"\1***@" if pattern is _USERINFO else r"\1***"
+    for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
-    return _OWN.sub("fb_***", text)
+    return text
 
 
 def redact_all(value: Any) -> Any:

@@ -12,6 +12,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 
+from forebay.core import redis
 from forebay.core.errors import AlreadyExists, ConfigError, ForebayError, ObjectNotFound, StoreUnreachable
 from forebay.tiers.store import Store
 
@@ -99,13 +100,7 @@ class RedisClaims(Coordinator):
     _BEAT = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) end"
 
     def __init__(self, url: str, stale_s: float) -> None:
-        try:
-            from redis.asyncio import Redis
-        except ImportError as err:
-            raise ConfigError(
-                f"warm.coordinator {url} needs redis", hint="pip install 'forebay[redis]'"
-            ) from err
-        self._redis = Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5)
+        self._redis = redis.connect(url, "warm.coordinator")
         self._url = url.rpartition("@")[2]
         self._stale_ms = int(stale_s * 1000)
 
@@ -127,11 +122,10 @@ class RedisClaims(Coordinator):
         return await self.claim(name)
 
     async def _asked(self, call: object) -> object:
-        from redis.exceptions import RedisError
-
         try:
-            return await call  # type: ignore[misc]
-        except (RedisError, OSError) as err:
+            with redis.as_os_errors():
+                return await call  # type: ignore[misc]
+        except OSError as err:
             raise StoreUnreachable(f"{self._url}: {err}", hint="check warm.coordinator") from err
 
 

@@ -99,7 +99,7 @@ class Stagerd:
     def _folders(self) -> list[str]:
         return [str(folder) for folder in self.settings.hot_dirs]
 
-    def status(self, sessions: int) -> StagerStatus:
+    def status(self, sessions: int, read_bytes: int) -> StagerStatus:
         disks = [
             DiskStatus(d.name, d.health.state, d.capacity_bytes, d.held_bytes, d.health.failures)
             for d in self.hot.disks
@@ -124,4 +124,5 @@ class Stagerd:
             fetched_warm_bytes=self.sources.fetched_bytes["warm"],
             evictions=self.hot.evictions,
             overflow_bytes=self.hot.overflow_bytes,
+            read_bytes=read_bytes,
         )

@@ -130,7 +130,7 @@ class StageJobs:
 
     def resume(self) -> None:
         """Jobs that were running when the daemon died go on."""
-        for job in list(self._book.newest()):
+        for job in self._book.newest():
             if job.state == "running":
                 self._begin_again(job)
 

@@ -110,7 +110,7 @@ class Stager:
     indices: Indices
     once: OnceBook
     ranks: RankBoard
-    status: Callable[[int], StagerStatus]
+    status: Callable[[int, int], StagerStatus]
     live: int = 0
     read_bytes: int = 0
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -373,8 +373,7 @@ class Session:
     # State
 
     async def _get_status(self, request: GetStatus) -> Reply:
-        status = self._stager.status(self._stager.live)
-        return msgspec.structs.replace(status, read_bytes=self._stager.read_bytes), ()
+        return self._stager.status(self._stager.live, self._stager.read_bytes), ()
 
     async def _list_shards(self, request: ListShards) -> Reply:
         dataset = self._stager.registry.find(request.dataset_id)

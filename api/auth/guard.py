@@ -22,7 +22,7 @@ from forebay.core.errors import Forbidden, ForebayError, Unauthorized
 COOKIE = "forebay_token"
 _KEY, _GUARD = "forebay.principal", "forebay.guard"
 _OPEN = ("/healthz", "/readyz", "/login", "/logout")
-_SAFE = ("GET", "HEAD", "OPTIONS")
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 def principal_in(scope: Scope) -> Principal:
@@ -116,7 +116,7 @@ class Guard:
                 f"this API is not called {_name(host)!r}", hint="use 127.0.0.1, or add it to api.names"
             )
         origin = headers.get("origin")
-        if origin is not None and method not in _SAFE and urlsplit(origin).netloc != host:
+        if origin is not None and method not in SAFE_METHODS and urlsplit(origin).netloc != host:
             raise Forbidden(f"a page of {origin} may not send this")
 
 

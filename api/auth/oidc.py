@@ -15,8 +15,9 @@ import httpx
 import jwt
 
 from forebay.api.auth.principal import Principal, scopes_of
+from forebay.api.trust import trust
 from forebay.core.config import OidcSettings
-from forebay.core.errors import ConfigError, DaemonUnavailable, Unauthorized
+from forebay.core.errors import DaemonUnavailable, Unauthorized
 
 # Asymmetric only: with a shared secret whoever checks could also sign.
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
@@ -76,8 +77,9 @@ class Oidc:
 
     async def _fetch(self) -> None:
         issuer = self._settings.issuer.rstrip("/")
+        verify = trust(self._settings.ca_file, "api.oidc.ca_file")
         try:
-            async with httpx.AsyncClient(timeout=_TIMEOUT_S, verify=self._verify()) as web:
+            async with httpx.AsyncClient(timeout=_TIMEOUT_S, verify=verify) as web:
                 found = await web.get(f"{issuer}/.well-known/openid-configuration")
                 place = str(found.raise_for_status().json()["jwks_uri"])
                 keys = (await web.get(place)).raise_for_status().json()
@@ -89,14 +91,6 @@ class Oidc:
             raise DaemonUnavailable(f"the issuer {issuer} gives no keys: {err}", hint="try again") from err
         self._keys = _signing_keys(keys)
         self._fetched_at = time.monotonic()
-
-    def _verify(self) -> Any:
-        if self._settings.ca_file is None:
-            return True
-        try:
-            return httpx.create_ssl_context(verify=str(self._settings.ca_file))
-        except OSError as err:
-            raise ConfigError(f"api.oidc.ca_file {self._settings.ca_file}: {err}") from err
 
 
 def _signing_keys(document: Any) -> dict[str, jwt.PyJWK]:

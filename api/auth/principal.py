@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
+from forebay.core.config import ScopeName
 from forebay.core.errors import Forbidden, InvalidRequest
 
-Scope = Literal["read", "stage", "admin"]
+Scope = ScopeName
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 

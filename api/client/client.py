@@ -11,13 +11,14 @@ from urllib.parse import urlsplit
 
 import httpx
 import msgspec
-from tenacity import AsyncRetrying, RetryCallState, Retrying, retry_if_exception_type, stop_after_delay
+from tenacity import AsyncRetrying, Retrying, retry_if_exception_type, stop_after_delay
 from tenacity import wait_exponential_jitter as growing_pause
 
 from forebay.api.client import calls
 from forebay.api.client.calls import Call
 from forebay.api.client.local import LocalTransport, local_asgi
 from forebay.api.resources import PROBLEM_TYPE, Page, ProblemDetails
+from forebay.api.trust import trust
 from forebay.core.config import Settings
 from forebay.core.errors import (
     DaemonUnavailable,
@@ -31,6 +32,7 @@ from forebay.core.protocol import StageJob
 
 T = TypeVar("T")
 P = ParamSpec("P")
+R = TypeVar("R", Retrying, AsyncRetrying)
 
 URL_VARIABLE = "FOREBAY_API_URL"
 TOKEN_VARIABLE = "FOREBAY_API_TOKEN"
@@ -79,13 +81,13 @@ class Client:
         if place is None:
             transport: httpx.BaseTransport = LocalTransport(settings or Settings.load())
         else:
-            transport = httpx.HTTPTransport(uds=_socket_of(place), verify=_trust(ca_file))
+            transport = httpx.HTTPTransport(uds=_socket_of(place), verify=trust(ca_file, "ca_file"))
         self._http = httpx.Client(base_url=_base(place), headers=_headers(token), transport=transport)
         self._patience_s = patience_s
 
     def send(self, call: Call[T]) -> T:
         """Raises what the API answered; DaemonUnavailable when it does not answer."""
-        found: T = self._insisting(self._patience_s)(self._once, call)
+        found: T = _insisting(Retrying, self._patience_s)(self._once, call)
         return found
 
     def _once(self, call: Call[T]) -> T:
@@ -93,15 +95,6 @@ class Client:
             return _read(call, self._http.send(self._http.build_request(**_request(call))))
         except httpx.HTTPError as err:
             raise _unreachable(err) from err
-
-    @staticmethod
-    def _insisting(patience_s: float) -> Retrying:
-        return Retrying(
-            stop=stop_after_delay(patience_s),
-            wait=_pause,
-            retry=retry_if_exception_type(_PASSING),
-            reraise=True,
-        )
 
     def all(self, call: Call[Page[T]]) -> Iterator[T]:
         """The items of every page: `client.all(calls.shards("digits"))`."""
@@ -116,7 +109,7 @@ class Client:
         """The job at its end, whoever is restarted meanwhile; DaemonUnavailable after a minute away."""
         while job.state == "running":
             call = calls.job(job.id, after=job.version, wait_s=_POLL_S)
-            job = self._insisting(max(_AWAY_S, self._patience_s))(self._once, call)
+            job = _insisting(Retrying, max(_AWAY_S, self._patience_s))(self._once, call)
             on_progress(job)
         return job
 
@@ -177,28 +170,19 @@ class AsyncClient:
             api = local_asgi(settings or Settings.load())
             transport: httpx.AsyncBaseTransport = httpx.ASGITransport(api.asgi)
         else:
-            transport = httpx.AsyncHTTPTransport(uds=_socket_of(place), verify=_trust(ca_file))
+            transport = httpx.AsyncHTTPTransport(uds=_socket_of(place), verify=trust(ca_file, "ca_file"))
         self._http = httpx.AsyncClient(base_url=_base(place), headers=_headers(token), transport=transport)
         self._patience_s = patience_s
 
     async def send(self, call: Call[T]) -> T:
         """As Client.send."""
-        return await self._insisting(self._patience_s)(self._once, call)
+        return await _insisting(AsyncRetrying, self._patience_s)(self._once, call)
 
     async def _once(self, call: Call[T]) -> T:
         try:
             return _read(call, await self._http.send(self._http.build_request(**_request(call))))
         except httpx.HTTPError as err:
             raise _unreachable(err) from err
-
-    @staticmethod
-    def _insisting(patience_s: float) -> AsyncRetrying:
-        return AsyncRetrying(
-            stop=stop_after_delay(patience_s),
-            wait=_pause,
-            retry=retry_if_exception_type(_PASSING),
-            reraise=True,
-        )
 
     async def all(self, call: Call[Page[T]]) -> AsyncIterator[T]:
         """As Client.all."""
@@ -216,7 +200,7 @@ class AsyncClient:
         """As Client.wait."""
         while job.state == "running":
             call = calls.job(job.id, after=job.version, wait_s=_POLL_S)
-            job = await self._insisting(max(_AWAY_S, self._patience_s))(self._once, call)
+            job = await _insisting(AsyncRetrying, max(_AWAY_S, self._patience_s))(self._once, call)
             on_progress(job)
         return job
 
@@ -263,8 +247,14 @@ class AsyncClient:
 _PASSING = (DaemonUnavailable, TooBusy)
 
 
-def _pause(state: RetryCallState) -> float:
-    return growing_pause(multiplier=0.1, max=2.0)(state)
+def _insisting(kind: type[R], patience_s: float) -> R:
+    """Asks again while the service is away or too busy."""
+    return kind(
+        stop=stop_after_delay(patience_s),
+        wait=growing_pause(multiplier=0.1, max=2.0),
+        retry=retry_if_exception_type(_PASSING),
+        reraise=True,
+    )
 
 
 def _place(url: str | None) -> str | None:
@@ -283,10 +273,6 @@ def _base(place: str | None) -> str:
 def _headers(token: str | None) -> dict[str, str]:
     text = token or os.environ.get(TOKEN_VARIABLE)
     return {"Authorization": f"Bearer {text}"} if text else {}
-
-
-def _trust(ca_file: Path | None) -> Any:
-    return httpx.create_ssl_context(verify=str(ca_file)) if ca_file else True
 
 
 def _request(call: Call[Any]) -> dict[str, Any]:

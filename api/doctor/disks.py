@@ -62,10 +62,10 @@ def check_disks(node: Node) -> Iterator[Finding]:
             yield from _speed(there, folder, what, need_bps if what == "hot tier" else 0.0)
 
 
-def mount_of(node: Node, path: Path) -> Mount | None:
+def mount_of(mountinfo: str, path: Path) -> Mount | None:
     """The mount that holds the path (proc_pid_mountinfo(5)); the last one wins where several lie on top."""
     best: Mount | None = None
-    for line in (node.text("proc/self/mountinfo") or "").splitlines():
+    for line in mountinfo.splitlines():
         fields, _, rest = line.partition(" - ")
         place, options = fields.split()[4:6]
         kind, _, more = rest.split(maxsplit=2)
@@ -81,7 +81,7 @@ def _nearest(folder: Path) -> Path:
 
 
 def _file_system(node: Node, there: Path, folder: Path, what: str) -> Iterator[Finding]:
-    mount = mount_of(node, there.resolve())
+    mount = mount_of(node.text("proc/self/mountinfo") or "", there.resolve())
     if mount is None:
         return
     name = f"the {what} {folder} is on {mount.kind}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,7 +10,6 @@ from starlette.types import ASGIApp
 from forebay.api.auth.guard import Guard
 from forebay.api.auth.tokens import TokenBook
 from forebay.api.cluster import Cluster
-from forebay.api.dashboard import pages
 from forebay.api.resources import (
     CheckpointDetails,
     CheckpointList,
@@ -50,6 +48,8 @@ class Api:
         self.streams = Streams(settings.api.streams)
         self.cluster = Cluster(settings)
         self.routes = _routes(self.daemons, self.streams, self.cluster)
+        if tokens:
+            _add_dashboard(self.routes, self.daemons)
         app: ASGIApp = Audit(Limits(self.routes, settings.api)) if tokens else self.routes
         self.asgi: ASGIApp = Guard(app, settings, tokens, alone=alone)
 
@@ -63,7 +63,7 @@ def _routes(daemons: Daemons, streams: Streams, cluster: Cluster) -> FastAPI:
     app = FastAPI(
         title="Forebay",
         version="1",
-        summary=f"Datasets and checkpoints of a GPU node; forebay {version('forebay')}",
+        summary=f"Datasets and checkpoints of a GPU node; forebay {daemons.version}",
         # Its page would load scripts from another host.
         docs_url=None,
         redoc_url=None,
@@ -80,12 +80,18 @@ def _routes(daemons: Daemons, streams: Streams, cluster: Cluster) -> FastAPI:
         runs.router(daemons),
         nodes.router(daemons, cluster),
         overview.router(daemons),
-        pages.router(daemons),
     ):
         app.include_router(part)
-    app.mount("/static", pages.static)
     _document(app)
     return app
+
+
+def _add_dashboard(app: FastAPI, daemons: Daemons) -> None:
+    """Only where somebody may look: the command line's own API renders no page."""
+    from forebay.api.dashboard import pages
+
+    app.include_router(pages.router(daemons))
+    app.mount("/static", pages.static)
 
 
 def _document(app: FastAPI) -> None:

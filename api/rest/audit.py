@@ -8,11 +8,11 @@ import uuid
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forebay.api.auth.guard import principal_in
+from forebay.api.auth.guard import SAFE_METHODS, principal_in
 from forebay.core import metrics
 
 log = structlog.get_logger()
-_READS = ("GET", "HEAD", "OPTIONS")
+_KNOWN = (*SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")
 
 
 class Audit:
@@ -42,7 +42,7 @@ class Audit:
                 scope["method"] if scope["method"] in _KNOWN else "other", status
             ).inc()
             metrics.api_seconds.observe(time.monotonic() - began_at)
-            if scope["method"] not in _READS:
+            if scope["method"] not in SAFE_METHODS:
                 self._tell(scope, status, request_id)
 
     def _tell(self, scope: Scope, status: int, request_id: str) -> None:
@@ -57,6 +57,3 @@ class Audit:
             status=status,
             request=request_id,
         )
-
-
-_KNOWN = (*_READS, "POST", "PUT", "PATCH", "DELETE")

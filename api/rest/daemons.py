@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TypeVar
 
 import anyio
 
 from forebay.api.auth.principal import Principal
+from forebay.api.auth.sources import may_see_run
 from forebay.core.caller import Caller
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError, NotFound
 from forebay.core.protocol import (
+    AttemptStatus,
     CheckpointStatus,
     Dataset,
     DatasetReply,
     FindDataset,
     GetStatus,
     JobReply,
+    ListRanks,
     Message,
     Once,
+    Rank,
+    Ranks,
     StageJob,
     StagerStatus,
     WaitJob,
@@ -31,6 +37,7 @@ M = TypeVar("M", bound=Message)
 class Daemons:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.version = version("forebay")
         self.stager = Caller(settings.stager_socket, "api")
         self.checkpoint = Caller(settings.checkpoint_socket, "api")
 
@@ -55,6 +62,15 @@ class Daemons:
         if not who.sees(job.tenant):
             raise NotFound(f"there is no stage job {job_id!r}")
         return job
+
+    async def ranks(self, who: Principal) -> list[Rank]:
+        """Those on this node that the caller may see."""
+        found = (await self.stager.ask(ListRanks(), Ranks)).ranks
+        return [rank for rank in found if who.sees(rank.tenant)]
+
+    def seen(self, who: Principal, attempts: list[AttemptStatus]) -> list[AttemptStatus]:
+        """Those of runs that the caller may see."""
+        return [attempt for attempt in attempts if may_see_run(attempt.run, who, self.settings)]
 
     async def states(self) -> tuple[StagerStatus | ForebayError, CheckpointStatus | ForebayError]:
         """Of both, asked at once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import msgspec
@@ -11,7 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from forebay.api.auth.principal import Principal
-from forebay.api.auth.sources import check_source, may_see_run
+from forebay.api.auth.sources import check_source
 from forebay.api.client import AsyncClient
 from forebay.api.cluster import Answer, Cluster
 from forebay.api.resources import NodeEntry, NodeJob, NodeJobs, NodeList, NodeState, ProblemDetails, RankList
@@ -22,7 +21,7 @@ from forebay.api.rest.problems import details
 from forebay.api.rest.replies import answers, reply
 from forebay.api.rest.who import IdempotencyKey, Reader, Stager
 from forebay.core.errors import DatasetNotFound, ForebayError, InvalidRequest
-from forebay.core.protocol import CheckpointStatus, ListRanks, Rank, Ranks, StageJob, StagerStatus
+from forebay.core.protocol import CheckpointStatus, Rank, StageJob, StagerStatus
 
 _NONE_DID = 502
 
@@ -50,7 +49,7 @@ def router(daemons: Daemons, cluster: Cluster) -> APIRouter:
         return _seen(
             NodeState(
                 daemons.settings.node,
-                version("forebay"),
+                daemons.version,
                 stager if isinstance(stager, StagerStatus) else None,
                 checkpoint if isinstance(checkpoint, CheckpointStatus) else None,
                 problems,
@@ -61,7 +60,7 @@ def router(daemons: Daemons, cluster: Cluster) -> APIRouter:
     def _seen(state: NodeState, who: Principal) -> NodeState:
         if who.tenant is None or state.checkpoint is None:
             return state
-        saves = [a for a in state.checkpoint.attempts if may_see_run(a.run, who, daemons.settings)]
+        saves = daemons.seen(who, state.checkpoint.attempts)
         return msgspec.structs.replace(
             state, checkpoint=msgspec.structs.replace(state.checkpoint, attempts=saves)
         )
@@ -91,8 +90,7 @@ def router(daemons: Daemons, cluster: Cluster) -> APIRouter:
         ] = False,
     ) -> Response:
         if not (cluster_wide and cluster.configured):
-            found = (await daemons.stager.ask(ListRanks(), Ranks)).ranks
-            return reply(request, RankList([rank for rank in found if who.sees(rank.tenant)]))
+            return reply(request, RankList(await daemons.ranks(who)))
         answered = await cluster.each(AsyncClient.lockstep, await cluster.urls())
         ranks: list[Rank] = [
             rank for a in answered if a.value for rank in a.value.items if who.sees(rank.tenant)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from forebay.api.auth.principal import Principal
-from forebay.api.auth.sources import may_see_run
 from forebay.api.resources import DaemonProblem, Overview, ProblemDetails, Save, Tiers
 from forebay.api.rest.daemons import Daemons
 from forebay.api.rest.problems import details
@@ -17,7 +15,7 @@ from forebay.api.rest.replies import answers, reply
 from forebay.api.rest.tiers import recent_problems
 from forebay.api.rest.who import Reader
 from forebay.core.errors import DaemonUnavailable, ForebayError
-from forebay.core.protocol import Jobs, ListJobs, ListRanks, Rank, Ranks, StageJob
+from forebay.core.protocol import Jobs, JobState, ListJobs, Rank, StageJob
 
 _JOBS = 12
 _SAVES = 16
@@ -36,34 +34,29 @@ async def overview(daemons: Daemons, who: Principal) -> Overview:
     else:
         tiers = Tiers.of(stager)
         try:
-            jobs, ranks = await _jobs(daemons, who), await _ranks(daemons, who)
+            jobs, ranks = await _jobs(daemons, who), await daemons.ranks(who)
         except DaemonUnavailable as err:
             away["stagerd"] = details(err)
     if isinstance(checkpoint, ForebayError):
         away["checkpointd"] = details(checkpoint)
     else:
-        seen = [a for a in checkpoint.attempts if may_see_run(a.run, who, daemons.settings)]
+        seen = daemons.seen(who, checkpoint.attempts)
         saves = [Save.of(a) for a in sorted(seen, key=lambda a: a.absorbed_at, reverse=True)[:_SAVES]]
     problems: list[DaemonProblem] = await recent_problems(daemons) if who.tenant is None else []
     return Overview(
-        time.time(), daemons.settings.node, version("forebay"), tiers, jobs, ranks, saves,
+        time.time(), daemons.settings.node, daemons.version, tiers, jobs, ranks, saves,
         problems[:_PROBLEMS], away,
     )  # fmt: skip
 
 
 async def _jobs(daemons: Daemons, who: Principal) -> list[StageJob]:
-    async def asked(state: str | None) -> list[StageJob]:
-        wanted = ListJobs(_JOBS, state="running" if state else None, tenant=who.tenant)
+    async def asked(state: JobState | None) -> list[StageJob]:
+        wanted = ListJobs(_JOBS, state=state, tenant=who.tenant)
         return (await daemons.stager.ask(wanted, Jobs)).jobs
 
     running = await asked("running")
     ids = {job.id for job in running}
     return [*running, *(job for job in await asked(None) if job.id not in ids)][:_JOBS]
-
-
-async def _ranks(daemons: Daemons, who: Principal) -> list[Rank]:
-    found = (await daemons.stager.ask(ListRanks(), Ranks)).ranks
-    return [rank for rank in found if who.sees(rank.tenant)]
 
 
 def router(daemons: Daemons) -> APIRouter:

@@ -64,9 +64,7 @@ def router(daemons: Daemons) -> APIRouter:
     ) -> Response:
         found = (await daemons.checkpoint.ask(GetStatus(), CheckpointStatus)).attempts
         seen = [
-            Save.of(a)
-            for a in found
-            if run in (None, a.run) and level in (None, a.level) and may_see_run(a.run, who, settings)
+            Save.of(a) for a in daemons.seen(who, found) if run in (None, a.run) and level in (None, a.level)
         ]
         # Newest first as text that sorts: time counted down from far ahead.
         page = page_of(
