@@ -26,6 +26,7 @@ from obstore.store import S3Store
 from forebay.core.errors import StoreUnreachable
 
 _START_S = 60.0
+_TRIES = 3
 _PAUSE_S = 0.1
 _PORTS = (
     "master.port",
@@ -86,19 +87,32 @@ class S3Server:
 def running_server(bucket: str = "forebay") -> Iterator[S3Server]:
     """Start, make the bucket, yield, end. Raises StoreUnreachable when it does not come up."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-s3-")))
-        ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
-        server = S3Server(
-            endpoint=f"http://127.0.0.1:{ports['s3.port']}",
-            access_key="forebay-demo",
-            secret_key="not-a-secret",
-            bucket=bucket,
-            filer=f"127.0.0.1:{ports['filer.port']}.{ports['filer.port.grpc']}",
-        )
-        process = _start(folder, server, ports)
+        server, process = _started(stack, bucket, _TRIES)
         stack.callback(_stop, process)
-        _wait(process, server, folder / "log")
         yield server
+
+
+def _started(stack: ExitStack, bucket: str, tries: int) -> tuple[S3Server, subprocess.Popen[bytes]]:
+    """On other ports again when it ended by itself: one may have been taken since they were found free."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-s3-")))
+    ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
+    server = S3Server(
+        endpoint=f"http://127.0.0.1:{ports['s3.port']}",
+        access_key="forebay-demo",
+        secret_key="not-a-secret",
+        bucket=bucket,
+        filer=f"127.0.0.1:{ports['filer.port']}.{ports['filer.port.grpc']}",
+    )
+    process = _start(folder, server, ports)
+    try:
+        _wait(process, server, folder / "log")
+    except BaseException as err:
+        ended = process.poll() is not None
+        _stop(process)
+        if isinstance(err, StoreUnreachable) and ended and tries > 1:
+            return _started(stack, bucket, tries - 1)
+        raise
+    return server, process
 
 
 def _start(folder: Path, server: S3Server, ports: dict[str, int]) -> subprocess.Popen[bytes]:
