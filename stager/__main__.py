@@ -7,6 +7,7 @@ dies; a cache directory that it was told is temporary is gone then (see docs/dec
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -29,8 +30,17 @@ def parse() -> argparse.Namespace:
 async def until_parent_ends(settings: Settings) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(Stagerd(settings).main)
-        await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
+        await end_of_input()
         tasks.cancel_scope.cancel()
+
+
+async def end_of_input() -> None:
+    """Waited for in the loop: a thread that reads would keep a process that ends otherwise."""
+    pipe = sys.stdin.fileno()
+    while True:
+        await anyio.wait_readable(pipe)
+        if not os.read(pipe, 4096):
+            return
 
 
 def main() -> None:

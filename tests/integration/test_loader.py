@@ -18,6 +18,8 @@ import torch
 
 from forebay.benchmarks.seaweed import S3Server
 from forebay.core.errors import FormatError, InvalidRequest, MissingField, StateMismatch, WorkingSetTooLarge
+from forebay.core.service import own_directory
+from forebay.core.spawn import spawn
 from forebay.loaders import DataLoader, StagedDataset
 from tests.conftest import Node, eventually, shard_bytes, tar_bytes
 
@@ -338,6 +340,19 @@ def test_two_processes_with_one_cache_directory_fetch_once(node: Node, make_data
     outputs = [run.communicate(timeout=60)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
     assert all(len(output.split()) == 20 for output in outputs)
+
+
+def private_stagerd(home: Path) -> subprocess.Popen[bytes]:
+    return spawn([sys.executable, "-m", "forebay.stager", "--home", str(home)], stdin=subprocess.PIPE)
+
+
+def test_a_private_stagerd_ends_though_its_parent_lives(tmp_path: Path):
+    """Told to, or because another has its directory; its standard input stays open in both."""
+    first = private_stagerd(tmp_path)
+    with own_directory(tmp_path / "other" / "stager"):
+        assert private_stagerd(tmp_path / "other").returncode == 0
+    first.terminate()
+    assert first.wait(20) == 0
 
 
 def test_a_file_tree_is_a_source_like_any_other(node: Node, tmp_path: Path):
