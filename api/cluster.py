@@ -84,7 +84,10 @@ class Cluster:
     def _client(self, url: str) -> AsyncClient:
         if url not in self._clients:
             self._clients[url] = AsyncClient(
-                url, token=_token(self._settings), ca_file=self._settings.ca_file
+                url,
+                token=_token(self._settings),
+                ca_file=self._settings.ca_file,
+                cert_file=self._settings.cert_file,
             )
         return self._clients[url]
 

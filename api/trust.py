@@ -1,18 +1,35 @@
-"""Certificates to trust in place of the system's."""
+"""TLS as a client: certificates to trust in place of the system's, and one to be known by."""
 
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import httpx
 
 from forebay.core.errors import ConfigError
 
 
-def trust(ca_file: Path | None, setting: str) -> ssl.SSLContext | bool:
-    """For httpx's `verify`. Raises ConfigError, which names the setting."""
-    if ca_file is None:
+def trust(ca_file: Path | None, cert_file: Path | None = None, *, of: str = "") -> ssl.SSLContext | bool:
+    """For httpx's `verify`. `cert_file`: certificate and key in one (PEM); `of`: where both are set.
+
+    Raises ConfigError, which names the setting.
+    """
+    if not (ca_file or cert_file):
         return True
+    with _naming(f"{of}ca_file", ca_file):
+        context = ssl.create_default_context(cafile=str(ca_file)) if ca_file else httpx.create_ssl_context()
+    if cert_file:
+        with _naming(f"{of}cert_file", cert_file):
+            context.load_cert_chain(cert_file)
+    return context
+
+
+@contextmanager
+def _naming(setting: str, file: Path | None) -> Iterator[None]:
     try:
-        return ssl.create_default_context(cafile=str(ca_file))
+        yield
     except OSError as err:
-        raise ConfigError(f"{setting} {ca_file}: {err}") from err
+        raise ConfigError(f"{setting} {file}: {err}") from err

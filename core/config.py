@@ -220,6 +220,7 @@ class ClusterSettings(_Section):
     url: str | None = Field(None, description="URL under which this node announces itself")
     token_file: Path | None = Field(None, description="file with the token for the nodes' APIs")
     ca_file: Path | None = Field(None, description="certificates (PEM) of the nodes' APIs")
+    cert_file: Path | None = Field(None, description="certificate and key (PEM) to be known by there")
     timeout_s: float = Field(10.0, gt=0, description="longest wait for one node")
 
 

@@ -22,6 +22,7 @@ from forebay.core.errors import Forbidden, ForebayError, Unauthorized
 COOKIE = "forebay_token"
 _KEY, _GUARD = "forebay.principal", "forebay.guard"
 _OPEN = ("/healthz", "/readyz", "/login", "/logout")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -111,7 +112,11 @@ class Guard:
         https://owasp.org/www-community/attacks/csrf
         """
         host = headers.get("host", "")
-        if self._alone and _name(host) not in ("localhost", "127.0.0.1", "::1", *self._settings.api.names):
+        if self._alone and _name(host) not in (
+            *_LOOPBACK,
+            self._settings.api.host,
+            *self._settings.api.names,
+        ):
             raise Forbidden(
                 f"this API is not called {_name(host)!r}", hint="use 127.0.0.1, or add it to api.names"
             )

@@ -77,7 +77,7 @@ class Oidc:
 
     async def _fetch(self) -> None:
         issuer = self._settings.issuer.rstrip("/")
-        verify = trust(self._settings.ca_file, "api.oidc.ca_file")
+        verify = trust(self._settings.ca_file, of="api.oidc.")
         try:
             async with httpx.AsyncClient(timeout=_TIMEOUT_S, verify=verify) as web:
                 found = await web.get(f"{issuer}/.well-known/openid-configuration")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +37,8 @@ R = TypeVar("R", Retrying, AsyncRetrying)
 
 URL_VARIABLE = "FOREBAY_API_URL"
 TOKEN_VARIABLE = "FOREBAY_API_TOKEN"
+CA_VARIABLE = "FOREBAY_API_CA"
+CERT_VARIABLE = "FOREBAY_API_CERT"
 _HERE = "http://localhost"
 _POLL_S = 10.0
 _AWAY_S = 60.0
@@ -63,7 +66,8 @@ class Client:
     """Of the API at `url` (`http://...`, `https://...`, `unix:///path`), else FOREBAY_API_URL.
 
     Without either it asks the daemons of this node over their sockets, with the rights of this user; no
-    API has to run then. `token`: default FOREBAY_API_TOKEN. `ca_file`: certificates (PEM) to trust.
+    API has to run then. `token`: default FOREBAY_API_TOKEN. `ca_file`: certificates (PEM) to trust, default
+    FOREBAY_API_CA. `cert_file`: a certificate and its key (PEM) to be known by, default FOREBAY_API_CERT.
     `patience_s`: how long a service that is away or too busy is asked again; what changes something is sent
     under a key, so that it is done once.
     """
@@ -74,6 +78,7 @@ class Client:
         *,
         token: str | None = None,
         ca_file: Path | None = None,
+        cert_file: Path | None = None,
         settings: Settings | None = None,
         patience_s: float = 0.0,
     ) -> None:
@@ -81,7 +86,7 @@ class Client:
         if place is None:
             transport: httpx.BaseTransport = LocalTransport(settings or Settings.load())
         else:
-            transport = httpx.HTTPTransport(uds=_socket_of(place), verify=trust(ca_file, "ca_file"))
+            transport = httpx.HTTPTransport(uds=_socket_of(place), verify=_verify(ca_file, cert_file))
         self._http = httpx.Client(base_url=_base(place), headers=_headers(token), transport=transport)
         self._patience_s = patience_s
 
@@ -162,6 +167,7 @@ class AsyncClient:
         *,
         token: str | None = None,
         ca_file: Path | None = None,
+        cert_file: Path | None = None,
         settings: Settings | None = None,
         patience_s: float = 0.0,
     ) -> None:
@@ -170,7 +176,7 @@ class AsyncClient:
             api = local_asgi(settings or Settings.load())
             transport: httpx.AsyncBaseTransport = httpx.ASGITransport(api.asgi)
         else:
-            transport = httpx.AsyncHTTPTransport(uds=_socket_of(place), verify=trust(ca_file, "ca_file"))
+            transport = httpx.AsyncHTTPTransport(uds=_socket_of(place), verify=_verify(ca_file, cert_file))
         self._http = httpx.AsyncClient(base_url=_base(place), headers=_headers(token), transport=transport)
         self._patience_s = patience_s
 
@@ -268,6 +274,15 @@ def _socket_of(place: str) -> str | None:
 
 def _base(place: str | None) -> str:
     return _HERE if place is None or _socket_of(place) else place
+
+
+def _verify(ca_file: Path | None, cert_file: Path | None) -> ssl.SSLContext | bool:
+    return trust(ca_file or _path_in(CA_VARIABLE), cert_file or _path_in(CERT_VARIABLE))
+
+
+def _path_in(variable: str) -> Path | None:
+    text = os.environ.get(variable)
+    return Path(text) if text else None
 
 
 def _headers(token: str | None) -> dict[str, str]:

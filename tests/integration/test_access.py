@@ -1,25 +1,40 @@
-"""Who may do what over REST: scopes as a matrix, tenants, tokens of a provider, and where nobody listens."""
+"""Who may do what over REST: scopes as a matrix, tenants, tokens of a provider, certificates, groups."""
 
 from __future__ import annotations
 
+import grp
 import json
+import os
+import pwd
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jwt
 import pytest
+import trustme
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from forebay.api.auth.tokens import TokenBook
 from forebay.api.client import Client
 from forebay.benchmarks.seaweed import S3Server
-from forebay.core.errors import DaemonUnavailable, DatasetNotFound, Forbidden, ForebayError, Unauthorized
+from forebay.core.errors import (
+    ConfigError,
+    DaemonUnavailable,
+    DatasetNotFound,
+    Forbidden,
+    ForebayError,
+    Unauthorized,
+)
 from tests.conftest import Node
 from tests.integration.api import Service, own_node, problem
+from tests.integration.cli import forebay
 
 MakeDataset = Callable[[list[int], int], str]
 OPEN = {"/healthz", "/readyz"}
@@ -121,6 +136,40 @@ def test_the_owner_needs_no_token_on_the_socket(guarded: Service):
         assert client.tiers().node
 
 
+@contextmanager
+def acting_as(uid: int, gid: int) -> Iterator[None]:
+    """Who connects meanwhile is this user (SO_PEERCRED has the ids of that moment)."""
+    os.setegid(gid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_a_group_may_use_the_socket_within_its_scopes(node: Node):
+    nobody = pwd.getpwnam("nobody")
+    group = next(found for found in grp.getgrall() if found.gr_gid not in (0, nobody.pw_gid))
+    variables = {"FOREBAY_API__GROUP": group.gr_name, "FOREBAY_API__GROUP_SCOPES": '["read"]'}
+    Service(node, **variables).start("stager", "api")
+    node.home.chmod(0o711)
+    path = node.settings.api_socket
+    with acting_as(nobody.pw_uid, group.gr_gid), Client(f"unix://{path}") as client:
+        assert client.tiers().node
+        with pytest.raises(Forbidden, match=f"uid:{nobody.pw_uid} may read"):
+            client.pin("x")
+    stranger = (nobody.pw_uid, nobody.pw_gid)
+    denied = pytest.raises(DaemonUnavailable, match="Permission denied")
+    with acting_as(*stranger), Client(f"unix://{path}") as client, denied:
+        client.tiers()
+    path.chmod(0o666)
+    refused = pytest.raises(Forbidden, match="may not use this socket")
+    with acting_as(*stranger), Client(f"unix://{path}") as client, refused:
+        client.tiers()
+
+
 def test_another_site_cannot_send_through_the_viewers_browser(node: Node):
     service = Service(node, FOREBAY_API__ANONYMOUS="true").start("api")
     with service.http() as http:
@@ -213,11 +262,81 @@ def test_tokens_of_a_provider(node: Node, issuer: Issuer):
         assert client.tiers().node, "an issuer that is away stops nobody whose key is known"
 
 
+def certificate(ca: trustme.CA, folder: Path, name: str, **options: Any) -> Path:
+    """Certificate and key in one file."""
+    file = folder / f"{len(list(folder.iterdir()))}.pem"
+    made = ca.issue_cert("127.0.0.1", f"{name}@example.org", common_name=name, **options)
+    made.private_key_and_cert_chain_pem.write_to_path(str(file))
+    return file
+
+
+def test_certificates_of_clients(node: Node, tmp_path: Path):
+    """A name that is listed may what is listed; a token still does; strangers do not get through."""
+    ours, another = trustme.CA(), trustme.CA()
+    ca = tmp_path / "ca.pem"
+    ours.cert_pem.write_to_path(str(ca))
+    variables = {
+        "FOREBAY_API__ANONYMOUS": "false",
+        "FOREBAY_API__TLS_CERT": str(certificate(ours, tmp_path, "server")),
+        "FOREBAY_API__TLS_CLIENT_CA": str(ca),
+        "FOREBAY_API__CLIENT": json.dumps([{"name": "ops", "scopes": ["stage"]}]),
+    }
+    service = Service(node, **variables)
+    service.url = service.url.replace("http:", "https:")
+    service.start("stager", "api")
+    ops = certificate(ours, tmp_path, "ops")
+
+    def client(cert: Path | None, token: str | None = None) -> Client:
+        return service.client(token, ca_file=ca, cert_file=cert)
+
+    with client(ops) as known:
+        assert known.tiers().node
+        with pytest.raises(DatasetNotFound):
+            known.stage("x")
+        with pytest.raises(Forbidden, match="cert:ops may read, stage"):
+            known.evict("x")
+    assert "cert:ops" in {line["who"] for line in service.audit()}
+    with client(None, service.token("read")) as known:
+        assert known.tiers().node
+    with client(None) as unknown, pytest.raises(Unauthorized):
+        unknown.tiers()
+    with (
+        client(certificate(ours, tmp_path, "eve")) as unknown,
+        pytest.raises(Forbidden, match="'eve' is not listed"),
+    ):
+        unknown.tiers()
+    yesterday = datetime.now(UTC) - timedelta(days=1)
+    old = certificate(ours, tmp_path, "ops", not_before=yesterday - timedelta(days=1), not_after=yesterday)
+    for wrong in (certificate(another, tmp_path, "ops"), old):
+        with client(wrong) as unknown, pytest.raises(DaemonUnavailable):
+            unknown.tiers()
+    with (
+        service.client(cert_file=ops) as unknowing,
+        pytest.raises(DaemonUnavailable, match="CERTIFICATE_VERIFY"),
+    ):
+        unknowing.tiers()
+    with pytest.raises(ConfigError, match="cert_file"):
+        client(tmp_path / "none.pem")
+
+    node.set(FOREBAY_API_CA=str(ca), FOREBAY_API_CERT=str(ops))
+    assert forebay("--api", service.url, "ls", "--json").stdout.strip() == "[]"
+    with own_node() as other:
+        cluster = {
+            "CLUSTER__NODES": json.dumps([service.url]),
+            "CLUSTER__CA_FILE": str(ca),
+            "CLUSTER__CERT_FILE": str(ops),
+        }
+        gateway = Service(other, **{f"FOREBAY_{name}": value for name, value in cluster.items()})
+        gateway.start("api")
+        with Client(f"unix://{other.settings.api_socket}") as asked:
+            (entry,) = asked.nodes().items
+        assert entry.problem is None and entry.state is not None
+
+
 @pytest.mark.parametrize(
     "variables", [{}, {"FOREBAY_API__TLS_CLIENT_CA": "/x", "FOREBAY_API__TLS_CERT": "/x"}]
 )
 def test_nobody_listens_to_strangers(node: Node, variables: dict[str, str]):
-
     with pytest.raises(DaemonUnavailable):
         Service(node, FOREBAY_API__HOST="0.0.0.0", **variables).start("api")
     assert "loopback only" in node.log("api")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from forebay.api.client import Client
 from forebay.benchmarks.seaweed import S3Server, free_ports
-from forebay.core.errors import ForebayError, InvalidRequest
-from tests.conftest import eventually
+from forebay.core.errors import DaemonUnavailable, ForebayError, InvalidRequest
+from forebay.core.spawn import spawn
+from tests.conftest import Node, eventually
 from tests.integration.api import Service, own_node, problem
+from tests.integration.redis import redis_url, running_redis
 
 MakeDataset = Callable[[list[int], int], str]
 
@@ -68,3 +74,58 @@ def test_a_gateway_asks_all_and_names_who_is_away(
         assert eventually(
             lambda: "stager" in {e.url: e for e in client.nodes().items}[one.url].state.problems  # type: ignore[union-attr]
         )
+
+
+def test_nodes_announce_themselves_in_redis(node: Node, tmp_path: Path):
+    """One that falls silent is gone after a while; without the directory nobody waits for ever."""
+    with running_redis(tmp_path) as server, ExitStack() as stack:
+        services = []
+        for name in ("n1", "n2"):
+            service = Service(stack.enter_context(own_node()), FOREBAY_NODE=name)
+            service.node.set(FOREBAY_CLUSTER__REDIS=redis_url(server), FOREBAY_CLUSTER__URL=service.url)
+            services.append(service.start("stager", "api"))
+        with services[0].client() as client:
+
+            def names() -> list[str]:
+                return sorted(entry.state.node for entry in client.nodes().items if entry.state)
+
+            assert eventually(lambda: names() == ["n1", "n2"])
+            services[1].node.kill("api")
+            assert eventually(lambda: names() == ["n1"] and len(client.nodes().items) == 1, 30)
+            server.kill()
+            server.wait()
+            with pytest.raises(DaemonUnavailable, match=r"cluster\.redis does not answer"):
+                client.nodes()
+
+
+def may_unshare() -> bool:
+    return subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not may_unshare(), reason="no mount namespaces here, so no name of our own")
+def test_a_name_with_one_address_per_node(tmp_path: Path):
+    """As a headless service has: two loopback addresses under one name, which only the gateway knows."""
+    hosts = tmp_path / "hosts"
+    addresses = ("127.0.0.2", "127.0.0.3")
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{a} forebay.internal\n" for a in addresses))
+    with ExitStack() as stack:
+        port = str(free_ports(1)[0])
+        for name, address in zip(("n1", "n2"), addresses, strict=True):
+            node = stack.enter_context(own_node())
+            service = Service(node, FOREBAY_NODE=name, FOREBAY_API__HOST=address)
+            node.set(FOREBAY_API__PORT=port)
+            service.start("stager", "api")
+        own = stack.enter_context(own_node())
+        Service(own, FOREBAY_API__HOST="127.0.0.1", FOREBAY_CLUSTER__DNS=f"http://forebay.internal:{port}")
+        serve = f"exec {sys.executable} -m forebay.api.cli serve api"
+        command = ["unshare", "-m", "sh", "-c", f"mount --bind {hosts} /etc/hosts && {serve}"]
+        gateway = spawn(command)
+        stack.callback(gateway.wait)
+        stack.callback(gateway.kill)
+        with Client(f"unix://{own.settings.api_socket}") as client:
+            found = {entry.url: entry for entry in client.nodes().items}
+            assert set(found) == {f"http://{address}:{port}" for address in addresses}
+            assert sorted(e.state.node for e in found.values() if e.state) == ["n1", "n2"]
+            hosts.write_text("127.0.0.1 localhost\n")
+            with pytest.raises(DaemonUnavailable, match=r"cluster\.dns"):
+                client.nodes()
