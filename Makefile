@@ -1,7 +1,7 @@
 # Every target sets itself up: `make demo` and `make test` are all a newcomer needs.
 PY := .venv/bin/python
 VIEW := build/view/forebay
-BENCHES := checkpoint loader lockstep staging eviction stager
+BENCHES := checkpoint loader lockstep staging eviction stager api
 PACKAGES := core tiers stager checkpointd loaders api benchmarks
 
 .PHONY: setup browser demo test lint types bench faults clean

@@ -74,6 +74,14 @@ def stager(json: JsonFile = None, shards: int = 2_000_000, seed: Seed = 0) -> No
 
 
 @app.command()
+def api(json: JsonFile = None, seed: Seed = 0) -> None:
+    """Requests per second, latency beside staging, a job's first byte, the dashboard's weight."""
+    from forebay.benchmarks.api import bench
+
+    bench(seed).publish(json)
+
+
+@app.command()
 def figures(
     files: Annotated[list[Path], typer.Argument(help="JSON files that benches wrote.")],
     into: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/figures.md"),

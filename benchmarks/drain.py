@@ -11,11 +11,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from forebay.benchmarks.daemons import running_daemon
+from forebay.benchmarks.host import DD_BLOCK_BYTES, confine, dd
 from forebay.benchmarks.peers.checkpoint import (
     Save,
     State,
@@ -29,7 +29,6 @@ from forebay.benchmarks.settings import environment
 from forebay.checkpointd import Checkpointer
 
 _ROUNDS = 9
-_BLOCK = 16 << 20
 _QUIET_S = 1.0
 _LONGEST_S = 60.0
 _DRAIN_NOTE = "dd seconds / ours, median of pairs; digest and fsync included"
@@ -47,18 +46,12 @@ def drain(state: State) -> Case:
                 status = checkpoints.save(step, state).wait()
                 assert status.local_at is not None
                 ours_s = status.local_at - status.absorbed_at
-                blocks = f"count={status.size_bytes // _BLOCK}"
+                blocks = f"count={status.size_bytes // DD_BLOCK_BYTES}"
                 theirs_s = dd("if=/dev/zero", f"of={folder}/{step}", blocks, "oflag=direct", "conv=fsync")
                 ratios.append(theirs_s / ours_s)
                 ours_bps.append(status.size_bytes / ours_s)
     figures = {"drain_over_disk": statistics.median(ratios), "drain_bps": statistics.median(ours_bps)}
     return Case("memory to NVMe", figures, note=_DRAIN_NOTE)
-
-
-def dd(*arguments: str) -> float:
-    began_at = time.perf_counter()
-    subprocess.run(["dd", *arguments, f"bs={_BLOCK}", "status=none"], check=True)
-    return time.perf_counter() - began_at
 
 
 def upload(state: State) -> Case:
@@ -115,9 +108,9 @@ def slowdown(state: State) -> Case:
 
             free, confined = [], []
             for _ in range(_ROUNDS):
-                _confine(daemon.pid, os.sched_getaffinity(0))
+                confine(daemon.pid, os.sched_getaffinity(0))
                 free.append(_loss(partial(_begin, save, state, Path(folder)), core))
-                _confine(daemon.pid, os.sched_getaffinity(0) - {core})
+                confine(daemon.pid, os.sched_getaffinity(0) - {core})
                 confined.append(_loss(partial(_begin, save, state, Path(folder)), core))
         theirs = {}
         for name, peer in (
@@ -136,12 +129,6 @@ def slowdown(state: State) -> Case:
     }
     note = "share of its speed that the loop loses; drain_slowdown: more than with the daemon on other cores"
     return Case("a loop beside the drain", figures, theirs, note)
-
-
-def _confine(pid: int, cores: set[int]) -> None:
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread.name), cores)
 
 
 def _begin(peer: Save, state: State, place: Path) -> Callable[[], bool]:

@@ -13,6 +13,7 @@ _COMMANDS = {
     "loader": "Samples per second from staged shards, hot, beside other loaders on the same files.",
     "lockstep": "Four ranks on two nodes, a source that slows down: time over its bound, skew of the waits.",
     "staging": "Cold to hot through stagerd, every MD5 checked, beside other clients on the same objects.",
+    "api": "Requests per second on one core, latency beside staging, a job's first byte; the dashboard.",
     "eviction": "Hit ratios of stagerd's own evictor beside other policies and the optimum, same traces.",
     "stager": "Scale, hand-over of descriptors, demands beside a stage job, bytes from cold for four nodes.",
 }

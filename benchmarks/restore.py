@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from forebay.benchmarks.daemons import running_daemon
-from forebay.benchmarks.drain import dd
+from forebay.benchmarks.host import dd
 from forebay.benchmarks.peers.checkpoint import State
 from forebay.benchmarks.report import Case
 from forebay.benchmarks.settings import environment
