@@ -21,6 +21,17 @@ from tests.conftest import Node
 # Ranks that share two cores with other tests are no ranks.
 pytestmark = pytest.mark.alone
 
+# A DeviceMesh keeps gloo's threads beyond destroy_process_group, and they may touch Python objects while the
+# interpreter ends, which aborts it (torch 2.13): what runs at exit runs, and then there is no more to end.
+END = """
+import atexit
+dist.barrier()
+dist.destroy_process_group()
+atexit._run_exitfuncs()
+sys.stderr.flush()
+os._exit(0)
+"""
+
 RANKED = """
 import os, sys
 import torch, torch.distributed as dist
@@ -31,7 +42,8 @@ rank, size = dist.get_rank(), dist.get_world_size()
 upstream = sys.argv[2]
 """
 
-SHARDED = """
+SHARDED = (
+    """
 import os, sys
 import torch, torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -55,9 +67,9 @@ else:
     dcp.load(found, storage_reader=ForebayReader("sharded", upstream=sys.argv[2]))
     assert torch.equal(found["a"].full_tensor(), whole) and torch.equal(found["b"].full_tensor(), whole)
     assert found["c"].tolist() == [5.0] * 3 and found["x"] == 7
-dist.barrier()
-dist.destroy_process_group()
 """
+    + END
+)
 
 
 def torchrun(ranks: int, script: str, *args: str) -> str:
@@ -133,9 +145,8 @@ else:
         assert mine.keys() == reference.keys()
         for name, tensor in reference.items():
             assert torch.equal(mine[name], tensor), name
-dist.barrier()
-dist.destroy_process_group()
 """
+    + END
 )
 
 REPLICATED = (
@@ -160,14 +171,14 @@ for step in (1, 2, 3):
     found = {"model": {name: torch.zeros_like(t) for name, t in model.module.state_dict().items()}}
     dcp.load(found, storage_reader=ForebayReader("ddp", upstream=upstream), checkpoint_id=str(step))
     assert {float(t.unique()) for t in found["model"].values()} == {float(step)}
-dist.barrier()
-dist.destroy_process_group()
 """
+    + END
 )
 
 
 # Each rank is a node: argv[3] and argv[4] are their homes.
-NODES = """
+NODES = (
+    """
 import os, sys
 os.environ["FOREBAY_HOME"] = sys.argv[3 + int(os.environ["RANK"])]
 import torch, torch.distributed as dist
@@ -205,9 +216,9 @@ elif sys.argv[1] == "again":
     assert load() == 1
 else:
     assert load() == int(sys.argv[1])
-dist.barrier()
-dist.destroy_process_group()
 """
+    + END
+)
 
 
 @pytest.fixture
