@@ -20,9 +20,23 @@ from forebay.core.protocol import About
 from forebay.tiers.store import ObjectInfo, Store
 
 _TICK_S = 0.001
+_LOOKS = 5
 
 
 async def read_all(store: Store, info: ObjectInfo) -> bytes:
+    """Of a record that others may write again while it is looked at: then it is looked up anew.
+
+    Raises ObjectNotFound when it went, ObjectChanged when it does not come to rest.
+    """
+    for _ in range(_LOOKS):
+        try:
+            return await _read_once(store, info)
+        except ObjectChanged:
+            info = await store.head(info.key)
+    return await _read_once(store, info)
+
+
+async def _read_once(store: Store, info: ObjectInfo) -> bytes:
     return bytes(await store.read(info, 0, info.size_bytes)) if info.size_bytes else b""
 
 

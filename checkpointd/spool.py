@@ -118,10 +118,14 @@ class Spool:
         failpoint("spool.manifested")
 
     def write_commit(self, commit: layout.Commit) -> None:
-        """The same record on this tier, so that the local copy is a checkpoint of its own."""
+        """The same record on this tier, so that the local copy is a checkpoint of its own.
+
+        Written once: without an upstream it is here already, and another rank may be reading it.
+        """
         folder = self.root / layout.folder(commit.run, commit.step, commit.attempt)
-        if folder.is_dir():
-            _write_synced(folder / layout.COMMIT, layout.encode(commit))
+        path, record = folder / layout.COMMIT, layout.encode(commit)
+        if folder.is_dir() and not (path.is_file() and path.read_bytes() == record):
+            _write_synced(path, record)
 
     def path(self, run: str, step: int, attempt: str, name: str) -> Path:
         return self.root / layout.folder(run, step, attempt) / layout.check_file(name)

@@ -62,6 +62,8 @@ _PACE_S = 2.0
 _RECONNECT_PAUSE_S = 0.2
 # Beyond the daemon's own limit of a wait, so that its error, which knows more, comes first.
 _GRACE_S = 15.0
+# Sockets at which this process found a stagerd that is not its own.
+_answered: set[Path] = set()
 
 
 class MappedShard:
@@ -303,13 +305,18 @@ class StagerSession:
             self._request(publish, Done)
 
     def _first_connection(self) -> Channel:
+        """A stagerd that answered this job before comes back; only without one is a private one started."""
+        path = self._given or self._settings.stager_socket
         try:
-            return self._connect()
-        except DaemonUnavailable:
-            if self._given:
-                raise
-            self._private = True
-            return self._connect()
+            channel = self._connect()
+        except DaemonUnavailable as err:
+            if self._given is None and path not in _answered:
+                self._private = True
+                return self._connect()
+            log.warning("stagerd went away, connecting again: %s", err)
+            channel = self._connect_again(time.monotonic() + _RECONNECT_S)
+        _answered.add(path)
+        return channel
 
     def _connect(self) -> Channel:
         """To the stagerd of the first time: one that restarts is waited for, not gone without."""
@@ -346,16 +353,18 @@ class StagerSession:
                 log.warning("stagerd went away, connecting again: %s", cause)
             broken.close()
             self.reconnecting = True
-            while True:
-                try:
-                    self._channel = self._connect()
-                    break
-                except DaemonUnavailable:
-                    if time.monotonic() > deadline or self._closed.wait(_RECONNECT_PAUSE_S):
-                        raise
+            self._channel = self._connect_again(deadline)
             self.reconnecting = False
             if self._plan:
                 self._channel.request(self._plan, expect=Done)
+
+    def _connect_again(self, deadline: float) -> Channel:
+        while True:
+            try:
+                return self._connect()
+            except DaemonUnavailable:
+                if time.monotonic() > deadline or self._closed.wait(_RECONNECT_PAUSE_S):
+                    raise
 
 
 def _map(fd: int, size_bytes: int) -> mmap.mmap:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,25 @@ def test_a_loader_outlives_a_restart_of_stagerd(node: Node, make_dataset: MakeDa
     node.kill()
     node.start()
     assert seen + keys_of(running) == expected
+
+
+def test_a_pass_that_begins_while_stagerd_is_away_waits_for_it(
+    node: Node, make_dataset: MakeDataset, caplog: pytest.LogCaptureFixture
+):
+    """Of the loader that it served, and of another one: none goes its own way for good."""
+    url = make_dataset(SHARDS, 200)
+    node.start()
+    made = loader(url, shuffle=False)
+    expected = keys_of(made)
+    for begin in (lambda: keys_of(made), lambda: keys_of(loader(url, shuffle=False))):
+        node.kill()
+        with ThreadPoolExecutor(1) as pool:
+            caplog.clear()
+            later = pool.submit(begin)
+            assert eventually(lambda: "connecting again" in caplog.text)
+            node.start()
+            assert later.result(30) == expected
+    assert "private" not in caplog.text
 
 
 def test_smaller_than_the_dataset_is_enough(node: Node, make_dataset: MakeDataset):

@@ -14,6 +14,7 @@ from forebay.checkpointd import layout
 from forebay.checkpointd.client import _about
 from forebay.checkpointd.commit import find_commits, missing_ranks, try_commit
 from forebay.checkpointd.layout import Commit, FileRecord, RankManifest
+from forebay.checkpointd.spool import Spool
 from forebay.core.errors import CheckpointCorrupt, StoreUnreachable
 from forebay.core.protocol import About, Keep
 from forebay.tiers.filesystem import FilesystemStore
@@ -57,6 +58,46 @@ async def test_a_commit_whose_reply_was_lost_stands(tmp_path: Path):
     assert store.lost == 1 and commit is not None
     (found,) = await find_commits(store, "run")
     assert found.commit == commit and not found.problem
+
+
+class WrittenAgain(FilesystemStore):
+    """Each record is written again, the same, between the listing and the first look at it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.again = set[str]()
+
+    async def read(self, info: ObjectInfo, start: int, end: int) -> memoryview:
+        if info.key not in self.again:
+            self.again.add(info.key)
+            await self.put(info.key, (self.root / info.key).read_bytes())
+        return await super().read(info, start, end)
+
+
+async def test_a_record_that_is_written_again_is_looked_up_again(tmp_path: Path):
+    """Ranks of a node end at the same moment: neither fails, and no reader passes the checkpoint over."""
+    for rank in range(2):
+        await rank_arrives(FilesystemStore(tmp_path), "a", rank, 2)
+    store = WrittenAgain(tmp_path)
+    commit = await try_commit(store, "run", 10, "a", 2)
+    assert commit is not None and len(store.again) == 2
+    assert await try_commit(store, "run", 10, "a", 2) == commit
+    (found,) = await find_commits(WrittenAgain(tmp_path), "run")
+    assert found.commit == commit
+
+
+async def test_the_spool_writes_a_commit_once(tmp_path: Path):
+    spool = Spool(tmp_path)
+    await rank_arrives(FilesystemStore(spool.root), "a")
+    commit = await try_commit(spool.store, "run", 10, "a", 1)
+    assert commit is not None
+    path = spool.root / layout.folder("run", 10, "a") / layout.COMMIT
+    before = path.stat().st_ino
+    spool.write_commit(commit)
+    assert path.stat().st_ino == before
+    path.write_bytes(b"torn")
+    spool.write_commit(commit)
+    assert path.read_bytes() == layout.encode(commit)
 
 
 async def test_many_who_commit_at_once_end_with_one_record(tmp_path: Path):
