@@ -6,13 +6,17 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import obstore
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, sync_playwright
 
 from forebay.benchmarks.seaweed import S3Server
-from tests.conftest import Node
+from tests.conftest import Node, eventually, shard_bytes
 from tests.integration.api import Service
+from tests.integration.test_dcp import torchrun
 
 MakeDataset = Callable[[list[int], int], str]
 KB = 1000
@@ -48,9 +52,7 @@ class Watched:
         self.asked: list[str] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on(
-            "console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None
-        )
+        self.page.on("console", self._said)
         self.page.on("pageerror", lambda err: self.complaints.append(str(err)))
 
     def _said(self, message: ConsoleMessage) -> None:
@@ -76,9 +78,83 @@ def test_it_shows_moves_and_cancels(node: Node, s3: S3Server, make_dataset: Make
         expect(row).to_contain_text("cancelled", timeout=20_000)
         assert client.job(job.id).state == "cancelled"
         expect(page.locator("#chart canvas")).to_be_visible()
-        page.screenshot(path=os.environ.get("FOREBAY_SCREENSHOT", node.home / "page.png"), full_page=True)
     assert watched.complaints == []
     assert all(asked.startswith(service.url) for asked in watched.asked), watched.asked
+
+
+RANKS = """
+import sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from forebay.checkpointd import Checkpointer
+from forebay.loaders import DataLoader, StagedDataset
+from forebay.loaders.pacing import Pacing
+dist.init_process_group("gloo")
+saves = Checkpointer("resnet-50")
+dataset = StagedDataset(sys.argv[1], fields=("__key__",))
+loader = DataLoader(dataset, 2, pacing=Pacing(interval_s=0.2, gate_s=5.0))
+step, ended = 0, torch.zeros(1)
+while not ended:
+    for batch in loader:
+        step += 1
+        time.sleep(0.05)
+        if step % 20 == 0:
+            saves.save(step, {"w": torch.full((250_000,), float(step))})
+        ended[0] = Path(sys.argv[2]).exists()
+        dist.all_reduce(ended)
+        if ended:
+            break
+saves.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.alone
+def test_it_shows_ranks_and_goes_on_over_a_restart(
+    node: Node, s3: S3Server, prefix: str, make_dataset: MakeDataset, browser: Browser, tmp_path: Path
+):
+    """Two ranks train and save, a job stages slowly, stagerd is killed and comes back: it is all seen."""
+    service = Service(node, FOREBAY_SOURCE=json.dumps([{"url": "s3://forebay", "rate": 600 * KB}])).start()
+    script, ended = tmp_path / "ranks.py", tmp_path / "ended"
+    script.write_text(RANKS)
+    with service.client() as client, ThreadPoolExecutor(1) as pool:
+        for shard in range(4):
+            obstore.put(s3.store(), f"{prefix}-ranks/{shard}.tar", shard_bytes(shard, 60))
+        job = client.stage(client.register(make_dataset([1] * 60, 300 * KB), name="laion-captions").name)
+        training = pool.submit(torchrun, 2, str(script), s3.url(f"{prefix}-ranks"), str(ended))
+        watched = Watched(browser)
+        page = watched.page
+        try:
+            page.goto(service.url)
+            ranks = page.locator("section[aria-labelledby=lockstep-title] tbody tr")
+            expect(ranks).to_have_count(2, timeout=60_000)
+            saves = page.locator("section[aria-labelledby=saves-title]")
+            expect(saves.locator("tr", has_text="resnet-50").first).to_contain_text("2/2", timeout=60_000)
+            page.screenshot(path=os.environ.get("FOREBAY_SCREENSHOT", node.home / "page.png"), full_page=True)
+            before = client.job(job.id).shards_done, step_of(ranks)
+            node.kill()
+            expect(page.get_by_text("stagerd is away")).to_be_visible(timeout=20_000)
+            service.start("stager")
+            expect(page.get_by_text("stagerd is away")).to_be_hidden(timeout=20_000)
+            expect(ranks).to_have_count(2, timeout=60_000)
+            assert eventually(lambda: step_of(ranks) > before[1], 30)
+            row = page.locator(f"#job-{job.id}")
+            assert eventually(lambda: done_of(row) > before[0], 60), (before, row.text_content())
+            assert client.job(job.id).state == "running"
+        finally:
+            ended.touch()
+        training.result(60)
+    assert [line for line in watched.complaints if "503" not in line] == []
+
+
+def step_of(ranks: Locator) -> int:
+    return int(ranks.first.locator("td").first.text_content() or 0)
+
+
+def done_of(row: Locator) -> int:
+    """`12/60` in its row."""
+    return int((row.locator("td").nth(1).text_content() or "0/").partition("/")[0])
 
 
 def test_it_weighs_little_and_fits_a_phone(node: Node, browser: Browser):
