@@ -269,7 +269,7 @@ def _page(server: S3Server, home: Path, chromium: str, noise: np.random.Generato
             context = browser.new_context()
             page = context.new_page()
             answers: list[Response] = []
-            page.on("response", answers.append)
+            page.on("response", lambda answer, found=answers: found.append(answer))
             page.goto(url, wait_until="load")
             assert "shown" in answers[0].text(), "the first answer has the data"
             paints.append(page.evaluate(_FIRST_PAINT) / 1e3)

@@ -116,7 +116,7 @@ def _ranks(now: Overview) -> RenderableType:
         state = row.rank.state
         table.add_row(
             f"{state.rank}{' late' if row.late else ''}", str(state.step), _bar(row.runway),
-            f"{state.runway_s:.0f} s", f"{row.wait.percent:.1f} %", f"{state.waiting_s:.2f} s",
+            row.runway_text, f"{row.wait.percent:.1f} %", f"{state.waiting_s:.2f} s",
             f"{100 * state.skew_share:.1f} %",
             style="red" if row.late else "",
         )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forebay.api.resources import Save
-from forebay.core.protocol import LEVELS, Rank
+from forebay.core.protocol import LEVELS, LONGEST_RUNWAY_S, Rank
 from forebay.core.units import format_bytes
 
 # A runway that is at least this long is a full bar: two minutes outlast any hiccup.
@@ -42,6 +42,7 @@ class RankRow:
 
     rank: Rank
     runway: Bar
+    runway_text: str
     wait: Bar
     late: bool
 
@@ -55,7 +56,8 @@ def rank_rows(ranks: Sequence[Rank]) -> list[RankRow]:
         runway = bar(state.runway_s, _FULL_RUNWAY_S, kind="bad" if late else "low" if low else "good")
         share = state.wait_s / max(state.wait_s + state.busy_s, 1e-9)
         wait = bar(share, 1.0, kind="bad" if share > 0.1 else "low" if share > 0.02 else "good")
-        rows.append(RankRow(rank, runway, wait, late))
+        text = f"{state.runway_s:.0f} s" if state.runway_s < LONGEST_RUNWAY_S else "all"
+        rows.append(RankRow(rank, runway, text, wait, late))
     return rows
 
 

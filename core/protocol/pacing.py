@@ -6,6 +6,9 @@ import msgspec
 
 from forebay.core.protocol.message import Message
 
+# Of a rank that finds all of its plan staged, as far as lookahead goes.
+LONGEST_RUNWAY_S = 1e6
+
 
 class RankState(msgspec.Struct, frozen=True):
     """A rank at its last look. Times add up since its loader began; `waiting_s` is of the step under way.

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from forebay.core.protocol import LONGEST_RUNWAY_S
 from forebay.core.units import format_bytes
 from forebay.loaders.pacing.report import RankReport
 
 # Shares of a step.
 _SKEW_IS_WORTH_A_WORD = 0.01
 _BOUND_SHARE = 0.05
-# Of a rank that finds all of its plan here, as far as lookahead goes.
-LONGEST_RUNWAY_S = 1e6
 # A node is rich with so much more runway than the poorest, and gives way down to what it needs itself.
 _RICH_S, _RICH_TIMES, _KEEP_S = 5.0, 4.0, 5.0
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError, InvalidRequest
-from forebay.core.protocol import RankState, Runway
+from forebay.core.protocol import LONGEST_RUNWAY_S, RankState, Runway
 from forebay.loaders.pacing.board import Board, job_store
-from forebay.loaders.pacing.lockstep import LONGEST_RUNWAY_S, Lockstep, alarm_of, judge
+from forebay.loaders.pacing.lockstep import Lockstep, alarm_of, judge
 from forebay.loaders.pacing.meter import StepMeter
 from forebay.loaders.pacing.report import Cause, RankReport
 

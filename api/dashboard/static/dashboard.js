@@ -25,9 +25,9 @@ function sample() {
 }
 
 function rate(value) {
-  const units = ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"];
+  const units = ["B/s", "KiB/s", "MiB/s", "GiB/s", "TiB/s"];
   let at = 0;
-  while (value >= 1000 && at < units.length - 1) { value /= 1000; at += 1; }
+  while (value >= 1024 && at < units.length - 1) { value /= 1024; at += 1; }
   return value.toFixed(value < 10 && at ? 1 : 0) + " " + units[at];
 }
 
@@ -46,7 +46,8 @@ function draw() {
     width: width, height: 160, cursor: { drag: { x: false, y: false } },
     series: [{}, line("cold → node", "--cold"), line("warm → hot", "--warm"), line("hot → ranks", "--good")],
     axes: [axis, { ...axis, size: 76, values: (u, values) => values.map(rate) }],
-    scales: { y: { range: (u, low, high) => [0, Math.max(high || 0, 1000)] } },
+    // A page that has just opened shows its first points in a minute, not in fractions of a second.
+    scales: { x: { range: (u, low, high) => [Math.min(low, high - 60), high] }, y: { range: (u, low, high) => [0, Math.max(high || 0, 1024)] } },
   }, data, place);
 }
 
