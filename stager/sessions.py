@@ -32,7 +32,6 @@ from forebay.core.protocol import (
     Done,
     DropPin,
     Evict,
-    Evicted,
     FindDataset,
     GetCounts,
     GetMetrics,
@@ -82,7 +81,7 @@ from forebay.stager.ranks import RankBoard
 from forebay.stager.registry import Registry
 from forebay.stager.scheduler import Scheduler
 from forebay.stager.selection import select
-from forebay.stager.shards import shard_page
+from forebay.stager.shards import give_up, shard_page
 from forebay.stager.sources import Sources
 from forebay.tiers.budget import Class, Gate, Ticket
 from forebay.tiers.flow import Open
@@ -350,16 +349,13 @@ class Session:
     async def _evict(self, request: Evict) -> Reply:
         dataset = self._stager.registry.find(request.dataset_id)
         manifest = self._stager.registry.manifest(dataset.id)
-        ids = [manifest.shard(int(n)).id for n in select(manifest, request.selection)]
-        staged = [object_id for object_id in ids if object_id in self._stager.hot]
-        if request.dry_run:
-            gone = sum(self._stager.hot.may_go(object_id) for object_id in staged)
-            return Evicted(gone, len(staged) - gone), ()
-        gone = sum(self._stager.hot.evict(object_id) for object_id in staged)
-        for disk in self._stager.hot.disks:
-            await disk.clear()
-        self._stager.scheduler.poke()
-        return Evicted(gone, len(staged) - gone), ()
+        numbers = select(manifest, request.selection)
+        evicted = await give_up(manifest, numbers, self._stager.hot, dry_run=request.dry_run)
+        if not request.dry_run:
+            for disk in self._stager.hot.disks:
+                await disk.clear()
+            self._stager.scheduler.poke()
+        return evicted, ()
 
     # Bandwidth
 
@@ -377,7 +373,7 @@ class Session:
 
     async def _list_shards(self, request: ListShards) -> Reply:
         dataset = self._stager.registry.find(request.dataset_id)
-        return shard_page(request, self._stager.registry.manifest(dataset.id), self._stager.hot), ()
+        return await shard_page(request, self._stager.registry.manifest(dataset.id), self._stager.hot), ()
 
     async def _list_ranks(self, request: ListRanks) -> Reply:
         return Ranks(self._stager.ranks.all()), ()

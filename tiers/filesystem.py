@@ -151,17 +151,16 @@ def _read(path: Path, info: ObjectInfo, start: int, end: int) -> memoryview:
         before = _info(info.key, os.fstat(file.fileno()))
         if before.version != info.version:
             raise ObjectChanged(f"{path} was replaced or written to since it was listed")
-        body = bytearray(end - start)
-        view = memoryview(body)
-        done = 0
-        while done < len(body):
-            got = os.preadv(file.fileno(), [view[done:]], start + done)
-            if not got:
-                raise ShortBody(f"{path} ends at byte {start + done}, expected {end}")
-            done += got
+        # pread makes its own buffer: a bytearray is zeroed under the GIL, numpy asks for huge pages.
+        body = os.pread(file.fileno(), end - start, start)
+        while len(body) < end - start:
+            more = os.pread(file.fileno(), end - start - len(body), start + len(body))
+            if not more:
+                raise ShortBody(f"{path} ends at byte {start + len(body)}, expected {end}")
+            body += more
         if _info(info.key, os.fstat(file.fileno())).version != info.version:
             raise ObjectChanged(f"{path} was written to while it was read")
-    return view
+    return memoryview(body)
 
 
 def _publish(key: str, path: Path, write: Callable[[int], None], if_absent: bool) -> ObjectInfo:

@@ -75,7 +75,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 def pages(manifest: Manifest, wanted: ListShards, staged: set[str]) -> list[list[int]]:
     found = []
     while True:
-        page = shard_page(wanted, manifest, staged)  # type: ignore[arg-type]
+        page = anyio.run(shard_page, wanted, manifest, staged)
         found.append([shard.number for shard in page.shards])
         if page.after is None:
             return found

@@ -48,7 +48,9 @@ class FaultyStore(FilesystemStore):
             raise fault
         body = await super().read(info, start, end)
         if fault == "flip":
-            body[len(body) // 2] ^= 1
+            flipped = bytearray(body)
+            flipped[len(flipped) // 2] ^= 1
+            return memoryview(flipped)
         return body
 
 
