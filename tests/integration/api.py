@@ -21,6 +21,9 @@ from forebay.benchmarks.seaweed import free_ports
 from tests.conftest import Node
 
 PARTS = ("stager", "checkpoint", "api")
+KB = 1000
+# Larger than the shards that go several at a time, so that each moves the job by itself.
+BIG = 300 * KB
 
 
 class Service:
@@ -54,6 +57,11 @@ class Service:
     def audit(self) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.node.log("api").splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == "audit"]
+
+
+def slow_source(service: Service, rate_bps: int = 1500 * KB) -> None:
+    """Staging takes seconds then, so that there is something to follow."""
+    service.node.set(FOREBAY_SOURCE=json.dumps([{"url": "s3://forebay", "rate": rate_bps}]))
 
 
 @contextmanager

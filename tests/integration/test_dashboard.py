@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,11 +14,10 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, 
 
 from forebay.benchmarks.seaweed import S3Server
 from tests.conftest import Node, eventually, shard_bytes
-from tests.integration.api import Service
+from tests.integration.api import BIG, Service, slow_source
 from tests.integration.test_dcp import torchrun
 
 MakeDataset = Callable[[list[int], int], str]
-KB = 1000
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
     "--no-sandbox",
@@ -61,8 +59,10 @@ class Watched:
 
 
 def test_it_shows_moves_and_cancels(node: Node, s3: S3Server, make_dataset: MakeDataset, browser: Browser):
-    service = Service(node, FOREBAY_SOURCE=json.dumps([{"url": "s3://forebay", "rate": 600 * KB}])).start()
-    url = make_dataset([1] * 40, 300 * KB)
+    service = Service(node)
+    slow_source(service, 2 * BIG)
+    service.start()
+    url = make_dataset([1] * 40, BIG)
     watched = Watched(browser)
     page = watched.page
     with service.client() as client:
@@ -115,13 +115,15 @@ def test_it_shows_ranks_and_goes_on_over_a_restart(
     node: Node, s3: S3Server, prefix: str, make_dataset: MakeDataset, browser: Browser, tmp_path: Path
 ):
     """Two ranks train and save, a job stages slowly, stagerd is killed and comes back: it is all seen."""
-    service = Service(node, FOREBAY_SOURCE=json.dumps([{"url": "s3://forebay", "rate": 600 * KB}])).start()
+    service = Service(node)
+    slow_source(service, 2 * BIG)
+    service.start()
     script, ended = tmp_path / "ranks.py", tmp_path / "ended"
     script.write_text(RANKS)
     with service.client() as client, ThreadPoolExecutor(1) as pool:
         for shard in range(4):
             obstore.put(s3.store(), f"{prefix}-ranks/{shard}.tar", shard_bytes(shard, 60))
-        job = client.stage(client.register(make_dataset([1] * 60, 300 * KB), name="laion-captions").name)
+        job = client.stage(client.register(make_dataset([1] * 60, BIG), name="laion-captions").name)
         training = pool.submit(torchrun, 2, str(script), s3.url(f"{prefix}-ranks"), str(ended))
         watched = Watched(browser)
         page = watched.page
