@@ -56,28 +56,33 @@ class Cluster:
             found += await _by_redis(self._settings.redis)
         return sorted(set(found))
 
-    async def each(self, ask: Callable[[AsyncClient], Awaitable[T]], urls: list[str]) -> list[Answer[T]]:
-        """All of them at once, each within cluster.timeout_s; in the order of `urls`."""
+    async def each(
+        self,
+        ask: Callable[[AsyncClient], Awaitable[T]],
+        urls: list[str],
+        *,
+        within_s: float | None = None,
+    ) -> list[Answer[T]]:
+        """All of them at once, each within cluster.timeout_s or sooner; in the order of `urls`."""
+        timeout_s = min(self._settings.timeout_s, within_s or self._settings.timeout_s)
         limit = anyio.CapacityLimiter(_AT_ONCE)
         found: dict[str, Answer[T]] = {}
 
         async def one(url: str) -> None:
             async with limit:
-                found[url] = await self._one(ask, url)
+                found[url] = await self._one(ask, url, timeout_s)
 
         async with anyio.create_task_group() as tasks:
             for url in urls:
                 tasks.start_soon(one, url)
         return [found[url] for url in urls]
 
-    async def _one(self, ask: Callable[[AsyncClient], Awaitable[T]], url: str) -> Answer[T]:
+    async def _one(self, ask: Callable[[AsyncClient], Awaitable[T]], url: str, timeout_s: float) -> Answer[T]:
         try:
-            with anyio.fail_after(self._settings.timeout_s):
+            with anyio.fail_after(timeout_s):
                 return Answer(url, await ask(self._client(url)), None)
         except TimeoutError:
-            return Answer(
-                url, None, WaitTimeout(f"{url} did not answer within {self._settings.timeout_s:g} s")
-            )
+            return Answer(url, None, WaitTimeout(f"{url} did not answer within {timeout_s:g} s"))
         except ForebayError as err:
             return Answer(url, None, err)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import obstore
@@ -24,6 +25,9 @@ from forebay.benchmarks.seaweed import S3Server, free_ports, running_server
 from forebay.benchmarks.settings import environment
 from forebay.benchmarks.tap import tapped
 from forebay.core.spawn import spawn
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page, Response
 
 _MIB = 1 << 20
 _CONNECTIONS = 4
@@ -257,7 +261,7 @@ def _first_byte(server: S3Server, home: Path, noise: np.random.Generator) -> Cas
 
 def _page(server: S3Server, home: Path, chromium: str, noise: np.random.Generator) -> Case:
     """What a browser that was never here transfers, and when it paints; the page itself has the data."""
-    from playwright.sync_api import Response, sync_playwright
+    from playwright.sync_api import sync_playwright
 
     _upload(server, "page", 4, _MIB, noise)
     with _service(home) as (url, _), Client(url) as client, sync_playwright() as playwright:
@@ -268,9 +272,7 @@ def _page(server: S3Server, home: Path, chromium: str, noise: np.random.Generato
         for _ in range(10):
             context = browser.new_context()
             page = context.new_page()
-            answers: list[Response] = []
-            page.on("response", lambda answer, found=answers: found.append(answer))
-            page.goto(url, wait_until="load")
+            answers = _visit(page, url)
             assert "shown" in answers[0].text(), "the first answer has the data"
             paints.append(page.evaluate(_FIRST_PAINT) / 1e3)
             sizes = [answer.request.sizes() for answer in answers]
@@ -283,6 +285,18 @@ def _page(server: S3Server, home: Path, chromium: str, noise: np.random.Generato
         "first_paint_worst_ms": max(paints) * 1e3,
     }
     return Case("the dashboard in headless Chromium, nothing cached", figures)
+
+
+def _visit(page: Page, url: str) -> list[Response]:
+    """What the browser was sent, the page itself first."""
+    answers: list[Response] = []
+
+    def keep(answer: Response) -> None:
+        answers.append(answer)
+
+    page.on("response", keep)
+    page.goto(url, wait_until="load")
+    return answers
 
 
 _FIRST_PAINT = """() => new Promise(done => {

@@ -111,11 +111,15 @@ def _tiers(now: Overview, before: Overview | None) -> RenderableType:
 
 
 def _ranks(now: Overview) -> RenderableType:
-    table = _grid("LOCKSTEP", "RANK", ">STEP", "RUNWAY", "", ">WAITED", ">WAITING", ">SKEW")
+    several = len({rank.node for rank in now.ranks}) > 1
+    table = _grid(
+        "LOCKSTEP", "NODE RANK" if several else "RANK", ">STEP", "RUNWAY", "", ">WAITED", ">WAITING", ">SKEW"
+    )
     for row in rank_rows(now.ranks):
         state = row.rank.state
+        name = f"{_short(row.rank.node, 12)} {state.rank}" if several else str(state.rank)
         table.add_row(
-            f"{state.rank}{' late' if row.late else ''}", str(state.step), _bar(row.runway),
+            f"{name} late" if row.late else name, str(state.step), _bar(row.runway),
             row.runway_text, f"{row.wait.percent:.1f} %", f"{state.waiting_s:.2f} s",
             f"{100 * state.skew_share:.1f} %",
             style="red" if row.late else "",

@@ -17,6 +17,7 @@ from starlette.staticfiles import StaticFiles
 
 from forebay.api.auth.guard import COOKIE, Guard, principal_in
 from forebay.api.auth.principal import Principal
+from forebay.api.cluster import Cluster
 from forebay.api.dashboard.figures import Bar, bar, bytes_text, clock, rank_rows, save_rows
 from forebay.api.rest.daemons import Daemons
 from forebay.api.rest.overview import overview
@@ -49,7 +50,7 @@ def _environment() -> Environment:
 static = StaticFiles(directory=_HERE / "static")
 
 
-def router(daemons: Daemons) -> APIRouter:
+def router(daemons: Daemons, cluster: Cluster) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     templates = _environment()
 
@@ -57,12 +58,13 @@ def router(daemons: Daemons) -> APIRouter:
         return HTMLResponse(templates.get_template(name).render(**values), status, _HEADERS)
 
     async def inside(who: Principal) -> dict[str, Any]:
-        found = await overview(daemons, who)
+        found = await overview(daemons, cluster, who)
         return {
             "o": found,
             "who": who,
             "now": time.time(),
             "ranks": rank_rows(found.ranks),
+            "nodes": len({rank.node for rank in found.ranks}),
             "saves": save_rows(found.saves),
         }
 

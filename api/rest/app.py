@@ -24,7 +24,7 @@ from forebay.api.resources import (
     Save,
     Tiers,
 )
-from forebay.api.rest import datasets, health, jobs, nodes, overview, pins, runs, tiers
+from forebay.api.rest import datasets, health, jobs, lockstep, nodes, overview, pins, runs, tiers
 from forebay.api.rest.audit import Audit
 from forebay.api.rest.daemons import Daemons
 from forebay.api.rest.events import Streams
@@ -49,7 +49,7 @@ class Api:
         self.cluster = Cluster(settings)
         self.routes = _routes(self.daemons, self.streams, self.cluster)
         if tokens:
-            _add_dashboard(self.routes, self.daemons)
+            _add_dashboard(self.routes, self.daemons, self.cluster)
         app: ASGIApp = Audit(Limits(self.routes, settings.api)) if tokens else self.routes
         self.asgi: ASGIApp = Guard(app, settings, tokens, alone=alone)
 
@@ -79,18 +79,19 @@ def _routes(daemons: Daemons, streams: Streams, cluster: Cluster) -> FastAPI:
         tiers.router(daemons),
         runs.router(daemons),
         nodes.router(daemons, cluster),
-        overview.router(daemons),
+        lockstep.router(daemons, cluster),
+        overview.router(daemons, cluster),
     ):
         app.include_router(part)
     _document(app)
     return app
 
 
-def _add_dashboard(app: FastAPI, daemons: Daemons) -> None:
+def _add_dashboard(app: FastAPI, daemons: Daemons, cluster: Cluster) -> None:
     """Only where somebody may look: the command line's own API renders no page."""
     from forebay.api.dashboard import pages
 
-    app.include_router(pages.router(daemons))
+    app.include_router(pages.router(daemons, cluster))
     app.mount("/static", pages.static)
 
 

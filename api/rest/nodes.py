@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -13,7 +13,7 @@ from forebay.api.auth.principal import Principal
 from forebay.api.auth.sources import check_source
 from forebay.api.client import AsyncClient
 from forebay.api.cluster import Answer, Cluster
-from forebay.api.resources import NodeEntry, NodeJob, NodeJobs, NodeList, NodeState, ProblemDetails, RankList
+from forebay.api.resources import NodeEntry, NodeJob, NodeJobs, NodeList, NodeState, ProblemDetails
 from forebay.api.rest.daemons import Daemons
 from forebay.api.rest.datasets import Name, Text
 from forebay.api.rest.jobs import NewStageJob
@@ -21,7 +21,7 @@ from forebay.api.rest.problems import details
 from forebay.api.rest.replies import answers, reply
 from forebay.api.rest.who import IdempotencyKey, Reader, Stager
 from forebay.core.errors import DatasetNotFound, ForebayError, InvalidRequest
-from forebay.core.protocol import CheckpointStatus, Rank, StageJob, StagerStatus
+from forebay.core.protocol import CheckpointStatus, StageJob, StagerStatus
 
 _NONE_DID = 502
 
@@ -80,23 +80,6 @@ def router(daemons: Daemons, cluster: Cluster) -> APIRouter:
             request,
             NodeList([NodeEntry(a.url, _seen(a.value, who) if a.value else None, _why(a)) for a in found]),
         )
-
-    @routes.get("/v1/lockstep", **answers(RankList, "The ranks, as they last told of themselves"))
-    async def lockstep(
-        request: Request,
-        who: Reader,
-        cluster_wide: Annotated[
-            bool, Query(alias="cluster", description="of all nodes, not this one")
-        ] = False,
-    ) -> Response:
-        if not (cluster_wide and cluster.configured):
-            return reply(request, RankList(await daemons.ranks(who)))
-        answered = await cluster.each(AsyncClient.lockstep, await cluster.urls())
-        ranks: list[Rank] = [
-            rank for a in answered if a.value for rank in a.value.items if who.sees(rank.tenant)
-        ]
-        ranks.sort(key=lambda rank: (rank.dataset, rank.state.rank, rank.node))
-        return reply(request, RankList(ranks, {a.url: str(a.error) for a in answered if a.error}))
 
     @routes.post("/v1/nodes/stage-jobs", **answers(NodeJobs, "Begun on some of them at least", 202))
     async def stage(

@@ -8,8 +8,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from forebay.api.auth.principal import Principal
+from forebay.api.cluster import Cluster
 from forebay.api.resources import DaemonProblem, Overview, ProblemDetails, Save, Tiers
 from forebay.api.rest.daemons import Daemons
+from forebay.api.rest.lockstep import all_ranks
 from forebay.api.rest.problems import details
 from forebay.api.rest.replies import answers, reply
 from forebay.api.rest.tiers import recent_problems
@@ -20,10 +22,12 @@ from forebay.core.protocol import Jobs, JobState, ListJobs, Rank, StageJob
 _JOBS = 12
 _SAVES = 16
 _PROBLEMS = 12
+# A page is looked at every two seconds: a node that does not answer by then is away.
+_NODE_S = 2.0
 
 
-async def overview(daemons: Daemons, who: Principal) -> Overview:
-    """Whatever is away leaves its part out, and is named."""
+async def overview(daemons: Daemons, cluster: Cluster, who: Principal) -> Overview:
+    """Whatever is away leaves its part out, and is named. Of a cluster the ranks of all nodes are in it."""
     stager, checkpoint = await daemons.states()
     jobs: list[StageJob] = []
     ranks: list[Rank] = []
@@ -34,9 +38,14 @@ async def overview(daemons: Daemons, who: Principal) -> Overview:
     else:
         tiers = Tiers.of(stager)
         try:
-            jobs, ranks = await _jobs(daemons, who), await daemons.ranks(who)
+            jobs = await _jobs(daemons, who)
         except DaemonUnavailable as err:
             away["stagerd"] = details(err)
+    try:
+        ranks, missing = await all_ranks(daemons, cluster, who, _NODE_S)
+        away |= {url: details(error) for url, error in missing.items()}
+    except DaemonUnavailable as err:
+        away["cluster" if cluster.configured else "stagerd"] = details(err)
     if isinstance(checkpoint, ForebayError):
         away["checkpointd"] = details(checkpoint)
     else:
@@ -59,11 +68,11 @@ async def _jobs(daemons: Daemons, who: Principal) -> list[StageJob]:
     return [*running, *(job for job in await asked(None) if job.id not in ids)][:_JOBS]
 
 
-def router(daemons: Daemons) -> APIRouter:
+def router(daemons: Daemons, cluster: Cluster) -> APIRouter:
     routes = APIRouter(tags=["node"])
 
     @routes.get("/v1/overview", **answers(Overview, "All that matters on this node now"))
     async def show(request: Request, who: Reader) -> Response:
-        return reply(request, await overview(daemons, who))
+        return reply(request, await overview(daemons, cluster, who))
 
     return routes

@@ -14,9 +14,12 @@ import pytest
 from forebay.api.client import Client
 from forebay.benchmarks.seaweed import S3Server, free_ports
 from forebay.core.errors import DaemonUnavailable, ForebayError, InvalidRequest
+from forebay.core.protocol import RankState
 from forebay.core.spawn import spawn
+from forebay.loaders import StagedDataset
 from tests.conftest import Node, eventually
 from tests.integration.api import Service, own_node, problem
+from tests.integration.cli import forebay
 from tests.integration.redis import redis_url, running_redis
 
 MakeDataset = Callable[[list[int], int], str]
@@ -74,6 +77,33 @@ def test_a_gateway_asks_all_and_names_who_is_away(
         assert eventually(
             lambda: "stager" in {e.url: e for e in client.nodes().items}[one.url].state.problems  # type: ignore[union-attr]
         )
+
+
+def test_a_gateway_shows_the_ranks_of_all_nodes(
+    nodes: tuple[ExitStack, list[Service]], make_dataset: MakeDataset
+):
+    """On its page, in its overview and in `top`; a node that is away is named there, and no rank is lost."""
+    stack, services = nodes
+    dataset = StagedDataset(make_dataset([1] * 2, 10), fields=("__key__",))
+    for rank, service in enumerate(services):
+        socket = Path(service.node.home / "fb/run/stager.sock")
+        session = stack.enter_context(dataset.open_session(socket=socket))
+        session.open_plan([0, 1], 2)
+        session.pace(None, RankState(rank, 7 + rank, 1.0, 9.0, 0.0, 30.0, 0.05, False))
+    away = f"http://127.0.0.1:{free_ports(1)[0]}"
+    known = json.dumps([*(service.url for service in services), away])
+    gateway = Service(stack.enter_context(own_node()), FOREBAY_NODE="gateway", FOREBAY_CLUSTER__NODES=known)
+    gateway.start("api")
+    with gateway.client() as client, gateway.http() as http:
+        for ranks in (client.overview().ranks, client.lockstep(cluster=True).items):
+            assert [(r.node, r.state.rank, r.state.step) for r in ranks] == [("n1", 0, 7), ("n2", 1, 8)]
+        assert away in client.overview().away
+        page = http.get("/").text
+        assert "<th>Node</th>" in page and "<td>n2</td>" in page and f"{away} is away" in page
+    lines = forebay("--api", gateway.url, "top", "--once").stdout.splitlines()
+    assert any(line.startswith("n2 1 ") for line in lines) and max(map(len, lines)) <= 80
+    with services[0].client() as client:
+        assert [rank.node for rank in client.overview().ranks] == ["n1"], "a node shows its own"
 
 
 def test_nodes_announce_themselves_in_redis(node: Node, tmp_path: Path):
