@@ -87,7 +87,7 @@ def read_until(fd: int, text: str, within_s: float = 20.0) -> str:
 def test_a_token_is_made_listed_used_and_revoked(node: Node, s3: S3Server):
     service = Service(node, FOREBAY_API__ANONYMOUS="false").start("stager", "api")
     secret = forebay("token", "create", "--name", "ci", "--scope", "read", "--expires", "1h").stdout.strip()
-    assert re.fullmatch(r"fb_\w+", secret)
+    assert re.fullmatch(r"fb_[\w-]+", secret)
     kept = [path.read_bytes() for path in node.settings.home.rglob("*") if path.is_file()]
     assert kept and not any(secret.encode() in data for data in kept)
     (listed,) = json.loads(forebay("token", "ls", "--json").stdout)
