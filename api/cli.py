@@ -14,6 +14,7 @@ from forebay.api.commands import checkpoints, config, doctor, index, jobs, pins,
 from forebay.core import service
 from forebay.core.config import Settings
 from forebay.core.errors import ForebayError, root_cause
+from forebay.core.systemd import notify
 
 app = typer.Typer(
     help="Forebay: datasets to every rank, checkpoints to safety.",
@@ -83,7 +84,7 @@ def up() -> None:
     def ready() -> None:
         address = f"http://{settings.api.host}:{settings.api.port}"
         render.err.print(f"forebay is up: {settings.home}, {address}", style="green")
-        service.notify("READY=1")
+        notify("READY=1")
 
     async def main() -> None:
         await run_up(ready)

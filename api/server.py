@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from forebay.api.auth.tokens import TokenBook
 from forebay.api.rest.app import Api
 from forebay.api.rest.http import protocol
-from forebay.core import service
+from forebay.core import systemd
 from forebay.core.channel import make_room_for
 from forebay.core.config import Settings
 from forebay.core.errors import ConfigError
@@ -70,7 +70,7 @@ class ApiServer:
 
     def _announce(self) -> None:
         log.info("ready", host=self.settings.api.host, port=self.settings.api.port)
-        service.notify("READY=1")
+        systemd.notify("READY=1")
 
     def _config(self, app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
         api = self.settings.api
@@ -168,7 +168,11 @@ def _tcp(settings: Settings) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _unix(path: Path, group: str | None) -> Iterator[socket.socket]:
-    """Whoever may open the file is asked again by the guard (SO_PEERCRED)."""
+    """Whoever may open the file is asked again by the guard (SO_PEERCRED); systemd's has its SocketGroup."""
+    if sock := systemd.inherited(path):
+        with sock:
+            yield sock
+        return
     make_room_for(path)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))

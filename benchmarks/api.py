@@ -95,7 +95,7 @@ import sys, uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from forebay.core.service import notify
+from forebay.core.systemd import notify
 
 async def constant(request):
     return JSONResponse({"status": "ok"})

@@ -14,7 +14,8 @@ from forebay.checkpointd.sessions import CheckpointSessions
 from forebay.checkpointd.spool import Spool
 from forebay.core import channel
 from forebay.core.config import Settings
-from forebay.core.service import notify, own_directory
+from forebay.core.service import own_directory
+from forebay.core.systemd import notify
 
 log = structlog.get_logger()
 

@@ -33,6 +33,7 @@ from forebay.core.errors import (
     root_cause,
 )
 from forebay.core.protocol import VERSION, Failure, Hello, Message, Welcome, decode, encode
+from forebay.core.systemd import inherited
 
 log = structlog.get_logger()
 
@@ -65,7 +66,9 @@ def close_all(fds: Fds) -> None:
 
 
 async def listen(path: Path) -> anyio.abc.SocketListener:
-    """Bind the socket; a stale file of a dead daemon is replaced, a live daemon's is not."""
+    """systemd's socket, or our own: a stale file of a dead daemon is replaced, a live daemon's is not."""
+    if sock := inherited(path):
+        return await anyio.abc.SocketListener.from_socket(sock)
     make_room_for(path)
     return await anyio.create_unix_listener(path, mode=0o660, backlog=1024)
 

@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ import structlog
 from forebay.core import recent
 from forebay.core.errors import AlreadyRunning, ForebayError
 from forebay.core.redact import redact_all
+from forebay.core.systemd import notify, stay_alive
 
 log = structlog.get_logger()
 
@@ -86,19 +86,6 @@ def own_directories(*paths: Path) -> Iterator[None]:
         yield
 
 
-def notify(state: str) -> None:
-    """Tell systemd, when it asked to be told (sd_notify(3))."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
-        except OSError as err:
-            # Whoever started this is gone; that is no reason to go as well.
-            log.warning("nobody hears", state=state, error=str(err))
-
-
 def run(
     name: str,
     main: Callable[[], Awaitable[None]],
@@ -138,6 +125,7 @@ async def _until_signal(
 
             stopping = False
             tasks.start_soon(work)
+            tasks.start_soon(stay_alive)
             async for signum in signals:
                 if signum == signal.SIGHUP and reload:
                     _reload(reload)

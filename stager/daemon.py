@@ -12,7 +12,8 @@ from forebay.core.config import Settings
 from forebay.core.journal import Journal
 from forebay.core.protocol import DiskStatus, SourceStatus, StagerStatus
 from forebay.core.redact import redacted
-from forebay.core.service import notify, own_directories
+from forebay.core.service import own_directories
+from forebay.core.systemd import notify
 from forebay.stager.catalog import Catalog
 from forebay.stager.claims import IndexClaims
 from forebay.stager.hot import HotTier
