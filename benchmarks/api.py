@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,17 +127,9 @@ def _gets_per_s(url: str, path: str) -> float:
     host = url.removeprefix("http://")
     request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
     until = time.perf_counter() + _LOAD_S
-    counts: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: counts.append(_ask_until(until, host, request)))
-        for _ in range(_CONNECTIONS)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(counts) == _CONNECTIONS, "a connection broke"
-    return sum(counts) / _LOAD_S
+    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        asked = [pool.submit(_ask_until, until, host, request) for _ in range(_CONNECTIONS)]
+        return sum(each.result() for each in asked) / _LOAD_S
 
 
 def _ask_until(until: float, host: str, request: bytes) -> int:

@@ -18,17 +18,10 @@ from forebay.core.errors import DaemonUnavailable, ForebayError
 from forebay.core.protocol import Rank
 
 
-async def all_ranks(
-    daemons: Daemons, cluster: Cluster, who: Principal, within_s: float | None = None
+async def with_others(
+    own: list[Rank], cluster: Cluster, who: Principal, within_s: float | None = None
 ) -> tuple[list[Rank], dict[str, ForebayError]]:
     """Each once, and the nodes that did not answer. Raises DaemonUnavailable for what names the nodes."""
-    if not cluster.configured:
-        return await daemons.ranks(who), {}
-    try:
-        own = await daemons.ranks(who)
-    except DaemonUnavailable:
-        # A gateway need not be a node itself.
-        own = []
     answered = await cluster.each(AsyncClient.lockstep, await cluster.urls(), within_s=within_s)
     told = [rank for a in answered if a.value for rank in a.value.items if who.sees(rank.tenant)]
     found = {(rank.dataset, rank.state.rank, rank.node): rank for rank in (*own, *told)}
@@ -46,9 +39,14 @@ def router(daemons: Daemons, cluster: Cluster) -> APIRouter:
             bool, Query(alias="cluster", description="of all nodes, not this one")
         ] = False,
     ) -> Response:
-        if not cluster_wide:
+        if not (cluster_wide and cluster.configured):
             return reply(request, RankList(await daemons.ranks(who)))
-        ranks, missing = await all_ranks(daemons, cluster, who)
+        try:
+            own = await daemons.ranks(who)
+        except DaemonUnavailable:
+            # A gateway need not be a node itself.
+            own = []
+        ranks, missing = await with_others(own, cluster, who)
         return reply(request, RankList(ranks, {url: str(error) for url, error in missing.items()}))
 
     return routes

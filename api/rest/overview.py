@@ -11,7 +11,7 @@ from forebay.api.auth.principal import Principal
 from forebay.api.cluster import Cluster
 from forebay.api.resources import DaemonProblem, Overview, ProblemDetails, Save, Tiers
 from forebay.api.rest.daemons import Daemons
-from forebay.api.rest.lockstep import all_ranks
+from forebay.api.rest.lockstep import with_others
 from forebay.api.rest.problems import details
 from forebay.api.rest.replies import answers, reply
 from forebay.api.rest.tiers import recent_problems
@@ -38,14 +38,15 @@ async def overview(daemons: Daemons, cluster: Cluster, who: Principal) -> Overvi
     else:
         tiers = Tiers.of(stager)
         try:
-            jobs = await _jobs(daemons, who)
+            jobs, ranks = await _jobs(daemons, who), await daemons.ranks(who)
         except DaemonUnavailable as err:
             away["stagerd"] = details(err)
-    try:
-        ranks, missing = await all_ranks(daemons, cluster, who, _NODE_S)
-        away |= {url: details(error) for url, error in missing.items()}
-    except DaemonUnavailable as err:
-        away["cluster" if cluster.configured else "stagerd"] = details(err)
+    if cluster.configured:
+        try:
+            ranks, missing = await with_others(ranks, cluster, who, _NODE_S)
+            away |= {url: details(error) for url, error in missing.items()}
+        except DaemonUnavailable as err:
+            away["cluster"] = details(err)
     if isinstance(checkpoint, ForebayError):
         away["checkpointd"] = details(checkpoint)
     else:

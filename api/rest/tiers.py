@@ -17,13 +17,16 @@ from forebay.core.protocol import (
     StagerStatus,
 )
 
+# A daemon keeps them in memory: one that has not told them by then hangs.
+_PROBLEMS_S = 5.0
+
 
 async def recent_problems(daemons: Daemons) -> list[DaemonProblem]:
     """Of both daemons, the newest first; one that is away is itself a problem, told elsewhere."""
     found = []
     for caller, name in ((daemons.stager, "stagerd"), (daemons.checkpoint, "checkpointd")):
         try:
-            told = (await caller.ask(ListProblems(), Problems)).problems
+            told = (await caller.ask(ListProblems(), Problems, timeout_s=_PROBLEMS_S)).problems
         except ForebayError:
             continue
         found += [DaemonProblem(name, problem) for problem in told]

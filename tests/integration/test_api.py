@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -264,6 +265,19 @@ def test_a_daemon_that_is_away_is_named(service: Service):
         service.start("stager", "checkpoint")
         assert http.get("/readyz").json() == {"status": "ready"}
         assert "forebay_api_requests_total" in http.get("/metrics").text
+
+
+def test_an_overview_asks_a_daemon_that_hangs_once(service: Service):
+    """It is named as away; what it would have told is left out, and not waited for again."""
+    daemon = service.node.start("stager")
+    service.start("checkpoint", "api")
+    daemon.send_signal(signal.SIGSTOP)
+    try:
+        with service.client() as client:
+            found = client.overview()
+    finally:
+        daemon.send_signal(signal.SIGCONT)
+    assert set(found.away) == {"stagerd"} and found.tiers is None and found.ranks == []
 
 
 def test_recent_problems_are_shown_without_secrets(service: Service, s3: S3Server, prefix: str):
